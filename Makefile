@@ -20,11 +20,18 @@ override CMAKE_ARGS := -DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=ON $(C
 export CMAKE_ARGS
 export CTEST_PARALLEL_LEVEL ?= 2
 # Two processes run the tests. All tests of a file run in one of them, since they share fixtures.
-# Their OpenMP threads must not spin while they wait: spinning doubled the time. torch's compiler
-# must not start worker processes of its own.
-PYTEST_FLAGS ?= -n 2 --dist loadfile
+# Files with slow tests come first (conftest.py). OpenMP threads must not spin while they wait:
+# spinning doubled the time. torch's compiler must not start worker processes of its own.
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# tools/test_times.py reads these reports.
+REPORTS := $(BUILD)/reports
+PYTEST = $(BIN)/python -m pytest $(PYTEST_FLAGS) --junitxml=$(REPORTS)/$(1).xml
+CTEST = $(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error \
+	--output-junit $(CURDIR)/$(REPORTS)/ctest.xml
 test test-fast test-frameworks test-one: export OMP_WAIT_POLICY ?= passive
 test test-fast test-frameworks test-one: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+# torch's compiler tries each instruction set of this CPU with a program, in half a minute.
+test test-fast test-frameworks test-one: export TORCHINDUCTOR_VEC_ISA_OK ?= 1
 # The packaging tests compile copies of the sources. ccache compares paths relative to these
 # folders, and so finds the objects again.
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
@@ -39,10 +46,6 @@ export CCACHE_NOHASHDIR := 1
 # for a source that changes during the compilation.
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 BENCH_FLAGS ?= --quick
-# These tests run a second time as on a CPU without AVX-512, since their code is compiled once per
-# instruction set. Tests of torch.compile do not: its kernels crash if torch assumes another CPU.
-VECTORISED := $(foreach subject,clip_grad cross_entropy fused_adam linear_cross_entropy multi_tensor \
-	optim_masters optim_written_params,$(wildcard tests/python/*/test_$(subject)*.py))
 AVX512 := $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)
 
 # Evaluated once, and only by the verbs that use it.
@@ -71,22 +74,26 @@ demo: build  ## train a language model in float32, with torch.amp and with ampfu
 	@echo "demo: training a small language model four times (2 minutes on 2 cores)"
 	@$(BIN)/python examples/demo.py
 
+# Where a CPU has AVX-512, the tests of code that is compiled per instruction set run again as AVX2.
+# They are no tests of torch.compile, whose kernels crash if torch assumes another CPU.
 test: cpp-headers build  ## run every test
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	@rm -rf $(REPORTS)
+	$(call PYTEST,python)
 ifneq ($(AVX512),)
-	ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(PYTEST_FLAGS) \
-		-m "not slow" -k "not compile" $(VECTORISED)
-	ATEN_CPU_CAPABILITY=avx2 $(BUILD)/tests/cpp/test_cpp
+	ATEN_CPU_CAPABILITY=avx2 $(call PYTEST,avx2) -m "vectorised and not slow" \
+		$(addprefix tests/python/,losses ops optim)
 endif
-	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
+	$(CTEST)
+	@$(BIN)/python tools/test_times.py --reports $(REPORTS) --budget
 
 test-fast: cpp-headers build  ## leave out the slow tests and the sanitizer builds
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
-	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
+	$(call PYTEST,fast) -m "$(or $(M),not slow)"
+	$(CTEST)
 
 test-frameworks: build  ## run the tests with Lightning, Accelerate, Transformers and others
 	@$(PYTHON) tools/environment.py frameworks
-	$(VENV)-frameworks/bin/python -m pytest $(PYTEST_FLAGS) $(or $(T),tests/frameworks)
+	$(VENV)-frameworks/bin/python -m pytest $(PYTEST_FLAGS) \
+		--junitxml=$(REPORTS)/frameworks.xml $(or $(T),tests/frameworks)
 
 # A build folder that has the tests is not configured again, and only what the test needs is compiled:
 # an edit to one .cpp is tested in seconds.

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from unittest import mock
 
 import ampfuse
 import pytest
@@ -10,6 +11,8 @@ import torch
 from ampfuse.integrations import _deferred_logits
 from ampfuse.integrations.causal_lm import apply_to_model
 from causal_models import OPTIONS, assert_same_step, batch, model_of, pair_of, step
+from harness.memory import extra_peak
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 
@@ -19,9 +22,9 @@ def test_loss_and_gradients_equal_those_of_the_model_itself(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi", "gemma2", "cohere"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_output_layer_may_share_the_weight_of_the_embedding(name, tied):
-    assert_same_step(*pair_of(name, tie_word_embeddings=tied))
+def test_output_layer_may_share_the_weight_of_the_embedding_or_have_its_own(name):
+    is_tied = model_of(name).config.tie_word_embeddings  # as in the test of all architectures
+    assert_same_step(*pair_of(name, tie_word_embeddings=not is_tied))
 
 
 @pytest.mark.parametrize("name", ["cohere", "gemma2"])
@@ -53,42 +56,29 @@ def test_tuples_have_none_in_the_place_of_the_logits():
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
-@pytest.mark.parametrize("case", ["eval mode", "no labels", "labels=None"])
-def test_other_calls_return_logits_and_the_same_bits(name, case):
-    inputs = batch()
-    models = pair_of(name)
-    if case == "eval mode":
-        models = [model.eval() for model in models]
-    elif case == "no labels":
-        del inputs["labels"]
-    else:
-        inputs["labels"] = None
-    theirs, ours = (model(**inputs) for model in models)
-    assert torch.equal(ours.logits, theirs.logits)
-    assert (ours.loss is None) == (theirs.loss is None) == (case != "eval mode")
-    assert ours.loss is None or torch.equal(ours.loss, theirs.loss)
+def test_other_calls_return_logits_and_the_same_bits(name):
+    models, inputs = pair_of(name), batch()
+    tokens = {"input_ids": inputs["input_ids"]}
+    for is_trained, given in ((False, inputs), (True, tokens), (True, tokens | {"labels": None})):
+        theirs, ours = (model.train(is_trained)(**given) for model in models)
+        assert torch.equal(ours.logits, theirs.logits)
+        assert (ours.loss is None) == (theirs.loss is None) == is_trained
+        assert ours.loss is None or torch.equal(ours.loss, theirs.loss)
 
 
-@pytest.mark.parametrize("number", [13, torch.tensor(13), torch.tensor(13.0)])
-def test_sum_of_losses_is_divided_by_num_items_in_batch(number):
-    assert_same_step(*pair_of(), num_items_in_batch=number)
+LABELS = batch()["labels"]
+SHIFTED = batch(seed=1)["labels"]
+ARGUMENTS = [
+    *({"num_items_in_batch": number} for number in (13, torch.tensor(13), torch.tensor(13.0))),
+    *({"shift_labels": labels} for labels in (SHIFTED, SHIFTED.flatten())),
+    {"labels": LABELS.where(LABELS >= 0, 5), "ignore_index": 5},
+    {"labels": LABELS[:, -6:], "logits_to_keep": 6},
+]
 
 
-@pytest.mark.parametrize("shape", [(2, 11), (22,)])
-def test_shift_labels_are_not_shifted(shape):
-    labels = batch(seed=1)["labels"].reshape(shape)
-    assert_same_step(*pair_of(), shift_labels=labels)
-
-
-def test_ignore_index_is_that_of_the_call():
-    labels = batch()["labels"]
-    labels[1, 3:5] = 5
-    assert_same_step(*pair_of(), labels=labels.where(labels >= 0, 5), ignore_index=5)
-
-
-def test_only_the_last_positions_count_with_logits_to_keep():
-    labels = batch()["labels"][:, -6:]
-    assert_same_step(*pair_of(), labels=labels, logits_to_keep=6)
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda arguments: list(arguments)[-1])
+def test_argument_of_the_call_is_used(arguments):
+    assert_same_step(*pair_of(), **arguments)
 
 
 def test_labels_may_be_a_positional_argument():
@@ -127,12 +117,12 @@ def test_gradient_checkpointing_gives_the_same_step(reentrant):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "phi", "gemma2", "cohere"])
-def test_16bit_loss_is_as_close_to_float32_as_that_of_the_model_itself(name, dtype):
-    exact = step(model_of(name).to(dtype).float()).loss
-    theirs, ours = (step(model.to(dtype)).loss for model in pair_of(name))
-    assert ours.dtype == theirs.dtype == torch.float32
-    assert abs(ours - exact) <= 1.5 * abs(theirs - exact) + 1e-3
+def test_16bit_loss_is_as_close_to_float32_as_that_of_the_model_itself(dtype):
+    for name in ("llama", "phi", "gemma2", "cohere"):
+        exact = step(model_of(name).to(dtype).float()).loss
+        theirs, ours = (step(model.to(dtype)).loss for model in pair_of(name))
+        assert ours.dtype == theirs.dtype == torch.float32
+        assert abs(ours - exact) <= 1.5 * abs(theirs - exact) + 1e-3, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -149,18 +139,13 @@ def test_autocast_gives_the_same_step():
 
 @pytest.mark.parametrize("scaler_of", [ampfuse.GradScaler, torch.amp.GradScaler])
 def test_loss_expects_the_gradient_of_the_scaler(scaler_of, monkeypatch):
-    expected = []
-
-    def recording(*args, **options):
-        expected.append(options["grad_scale"])
-        return ampfuse.linear_cross_entropy(*args, **options)
-
+    recording = mock.Mock(wraps=ampfuse.linear_cross_entropy)
     monkeypatch.setattr(_deferred_logits, "linear_cross_entropy", recording)
     scaler = scaler_of("cpu", init_scale=1024.0)
     theirs, ours = model_of().half(), apply_to_model(model_of(), scaler=scaler).half()
     for model in (theirs, ours):
         scaler.scale(model(**batch()).loss).backward()
-    assert [float(scale) for scale in expected] == [1024.0]
+    assert [float(call.kwargs["grad_scale"]) for call in recording.call_args_list] == [1024.0]
     grads = [torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (theirs, ours)]
     assert (grads[1] - grads[0]).float().norm() <= 2e-2 * grads[0].float().norm()
 
@@ -215,7 +200,7 @@ def test_copies_train_their_own_weights_without_logits(of):
 
 
 def test_resized_output_layer_is_used():
-    theirs, ours = (model for model in pair_of())
+    theirs, ours = pair_of()
     for model in (theirs, ours):
         torch.manual_seed(1)
         model.resize_token_embeddings(120, mean_resizing=False)
@@ -235,3 +220,54 @@ def test_model_has_the_class_and_the_signature_of_before():
     assert isinstance(ours, type(theirs))
     assert repr(type(ours)) == repr(type(theirs))
     assert inspect.signature(ours.forward) == inspect.signature(theirs.forward)
+
+
+# No tensor has the size of all logits, in forward or backward.
+CLASSES, ROWS, LENGTH = 32000, 4, 256
+LOGITS = ROWS * LENGTH * CLASSES
+WEIGHT = CLASSES * 16
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest number of elements among the results of operators."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **kwargs or {})
+        for tensor in torch.utils._pytree.tree_iter(results):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return results
+
+
+def with_many_classes():
+    return pair_of(vocab_size=CLASSES, max_position_embeddings=LENGTH, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    tokens = torch.randint(1, CLASSES, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def test_no_operator_returns_a_tensor_of_the_size_of_the_logits(inputs):
+    largest = []
+    for model in with_many_classes():
+        with LargestTensor() as mode:
+            step(model, **inputs)
+        largest.append(mode.elements)
+    assert largest[0] >= LOGITS
+    # The largest tensors are attention's, of the length's square, and the weight's gradient.
+    assert largest[1] <= max(WEIGHT, ROWS * 2 * LENGTH * LENGTH) < LOGITS / 8
+
+
+def test_step_allocates_a_fraction_of_the_logits(inputs):
+    def peak(model):
+        step(model, **inputs)  # allocates the gradients
+        return extra_peak(torch.device("cpu"), lambda: model(**inputs).loss.backward())
+
+    theirs, ours = (peak(model) for model in with_many_classes())
+    assert theirs >= 2 * 4 * LOGITS
+    # A CPU takes 64 MiB of float32 logits at a time.
+    assert ours <= 2**26 + 16 * WEIGHT < 4 * LOGITS

@@ -23,88 +23,54 @@ class Quantised(torch.nn.Linear):
         return torch.nn.functional.linear(input, self.weight.round())
 
 
-def compiled():
-    return torch.compile(model_of())
-
-
-def prepared():
-    return bfloat16_accelerator().prepare(model_of())
-
-
-def classifier():
-    return Classifier.from_config(config_of("llama"))
-
-
-def base_model():
-    return model_of().model
-
-
-def encoder_decoder():
-    return EncoderDecoder.from_config(AutoConfig.for_model("t5", vocab_size=97, d_model=16))
-
-
-def masked_language_model():
-    return AutoModelForMaskedLM.from_config(config_of("bert"))
-
-
-class ForwardWithoutLabels(LlamaForCausalLM):
+class WithoutLabels(LlamaForCausalLM):
     def forward(self, *args, **kwargs):
         return super().forward(*args, **kwargs)
 
 
-def forward_without_labels():
-    return ForwardWithoutLabels(config_of("llama"))
-
-
-def own_loss():
+def with_own_loss():
     model = model_of()
     model.loss_function = lambda logits, labels, **kwargs: logits.sum()
     return model
 
 
-def adapter_on_the_head():
-    return get_peft_model(model_of(), LoraConfig(target_modules=["lm_head"]))
-
-
-def quantised_head():
+def with_head(change):
+    """Return a model with the output layer that a function returns for its own one."""
     model = model_of()
-    model.lm_head = Quantised(16, 97, bias=False)
+    model.lm_head = change(model.lm_head)
     return model
 
 
-def normalised_head():
-    model = model_of()
-    parametrizations.weight_norm(model.lm_head)
-    return model
+def quantised(_):
+    return Quantised(16, 97, bias=False)
 
 
-def replaced_forward_of_the_head():
-    model = model_of()
-    model.lm_head.forward = torch.nn.functional.relu
-    return model
+def with_other_forward(head):
+    head.forward = torch.nn.functional.relu
+    return head
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (
-            lambda: torch.nn.Linear(2, 2),
-            "expected a causal language model of Transformers.* Linear",
-        ),
-        (compiled, "OptimizedModule; call apply_to_model before"),
-        (prepared, "forward of this LlamaForCausalLM was replaced"),
-        (classifier, "got LlamaForSequenceClassification, which"),
-        (base_model, "got LlamaModel, which"),
-        (encoder_decoder, "got T5ForConditionalGeneration, which is an encoder-decoder"),
-        (forward_without_labels, "got ForwardWithoutLabels, which .* no `labels` in its forward"),
-        (masked_language_model, "ForCausalLMLoss, got .*ForMaskedLMLoss"),
-        (own_loss, "ForCausalLMLoss, got .*lambda"),
-        (adapter_on_the_head, "plain nn.Linear, got .*lora"),
-        (quantised_head, "plain nn.Linear, got .*Quantised"),
-        (normalised_head, "plain nn.Linear, got .*Parametrized"),
-        (replaced_forward_of_the_head, "forward of the output layer was replaced"),
-    ],
-)
+LLAMA, BERT = config_of("llama"), config_of("bert")
+T5 = AutoConfig.for_model("t5", vocab_size=97, d_model=16)
+ON_THE_HEAD = LoraConfig(target_modules=["lm_head"])
+REFUSED = [
+    (lambda: torch.nn.Linear(2, 2), "expected a causal language model of Transformers.* Linear"),
+    (lambda: torch.compile(model_of()), "OptimizedModule; call apply_to_model before"),
+    (lambda: bfloat16_accelerator().prepare(model_of()), "this LlamaForCausalLM was replaced"),
+    (lambda: Classifier.from_config(LLAMA), "got LlamaForSequenceClassification, which"),
+    (lambda: model_of().model, "got LlamaModel, which"),
+    (lambda: EncoderDecoder.from_config(T5), "got T5For.*, which is an encoder-decoder"),
+    (lambda: WithoutLabels(LLAMA), "got WithoutLabels, which .* no `labels` in its forward"),
+    (lambda: AutoModelForMaskedLM.from_config(BERT), "ForCausalLMLoss, got .*ForMaskedLMLoss"),
+    (with_own_loss, "ForCausalLMLoss, got .*lambda"),
+    (lambda: get_peft_model(model_of(), ON_THE_HEAD), "plain nn.Linear, got .*lora"),
+    (lambda: with_head(quantised), "plain nn.Linear, got .*Quantised"),
+    (lambda: with_head(parametrizations.weight_norm), "plain nn.Linear, got .*Parametrized"),
+    (lambda: with_head(with_other_forward), "forward of the output layer was replaced"),
+]
+
+
+@pytest.mark.parametrize(("model", "message"), REFUSED)
 def test_model_is_refused_and_not_changed(model, message):
     model = model()
     before = type(model), vars(model).copy()
@@ -118,79 +84,71 @@ def test_scaler_of_another_type_is_refused():
         apply_to_model(model_of(), scaler=3)
 
 
-def adapter():
-    model = apply_to_model(model_of())
-    return get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
-
-
-def sharded_weight():
+def with_sharded_weight():
     model = apply_to_model(model_of())
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach()[:50])
     return model
 
 
-def unshifted_loss():
+def with_unshifted_loss():
     config = config_of("bart", d_model=16, decoder_layers=2, decoder_attention_heads=2)
     return apply_to_model(AutoModelForCausalLM.from_config(config).train())
 
 
-class OldLoss(LlamaForCausalLM):
-    """A model with the loss that modeling files had before Transformers' loss functions."""
+class WithOwnLoss(LlamaForCausalLM):
+    """A model whose loss is a function of itself, its hidden states and labels."""
+
+    def __init__(self, config, loss_of):
+        super().__init__(config)
+        self.loss_of = loss_of
 
     def forward(self, input_ids=None, labels=None, **kwargs):
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)[..., :-1, :]
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[..., 1:].flatten())
+        return self.loss_of(self, self.model(input_ids).last_hidden_state, labels)
 
 
-class Normalised(OldLoss):
-    def forward(self, input_ids=None, labels=None, **kwargs):
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
-        return self.loss_function(torch.log_softmax(logits, -1), labels, 97)
+def old_loss(model, hidden, labels):
+    """Compute the loss that modeling files had before Transformers' loss functions."""
+    logits = model.lm_head(hidden)[..., :-1, :]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[..., 1:].flatten())
 
 
-class ZLoss(OldLoss):
-    def forward(self, input_ids=None, labels=None, **kwargs):
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
-        return self.loss_function(logits, labels, 97) + logits.logsumexp(-1).square().mean()
+def z_loss(model, hidden, labels):
+    logits = model.lm_head(hidden)
+    return model.loss_function(logits, labels, 97) + logits.logsumexp(-1).square().mean()
 
 
-class ScaledByTensor(OldLoss):
-    def forward(self, input_ids=None, labels=None, **kwargs):
-        logits = self.lm_head(self.model(input_ids).last_hidden_state) * torch.ones(())
-        return self.loss_function(logits, labels, 97)
+def loss_of_own_product(model, hidden, labels):
+    logits = torch.nn.functional.linear(hidden, model.lm_head.weight)
+    return {"loss": model.loss_function(logits, labels, 97), "logits": logits}
 
 
-class TwoCaps(OldLoss):
-    def forward(self, input_ids=None, labels=None, **kwargs):
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
-        return self.loss_function(torch.tanh(torch.tanh(logits)), labels, 97)
+def loss_after(change):
+    """Return a loss of logits that are changed before."""
+
+    def loss_of(model, hidden, labels):
+        return model.loss_function(change(model.lm_head(hidden)), labels, 97)
+
+    return loss_of
 
 
-class OwnProduct(OldLoss):
-    def forward(self, input_ids=None, labels=None, **kwargs):
-        hidden = self.model(input_ids).last_hidden_state
-        logits = torch.nn.functional.linear(hidden, self.lm_head.weight)
-        return {"loss": self.loss_function(logits, labels, 97), "logits": logits}
+def made(loss_of):
+    return lambda: apply_to_model(WithOwnLoss(LLAMA, loss_of).train())
 
 
-def made(kind):
-    return lambda: apply_to_model(kind(config_of("llama")).train())
+REFUSED_IN_STEP = [
+    (lambda: get_peft_model(apply_to_model(model_of()), ON_THE_HEAD), "nn.Linear, got .*lora"),
+    (with_sharded_weight, "expected a weight with 97 rows, got 50.*tensor parallelism"),
+    (with_unshifted_loss, "this model reads .device"),
+    (made(old_loss), "this model indexes them"),
+    (made(z_loss), "this model reads .logsumexp"),
+    (made(loss_of_own_product), "does not call its output layer"),
+    (made(loss_after(lambda x: torch.log_softmax(x, -1))), "this model calls log_softmax"),
+    (made(loss_after(lambda x: x * torch.ones(()))), "by something else than a number"),
+    (made(loss_after(lambda x: torch.tanh(torch.tanh(x)))), "this model applies tanh twice"),
+]
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (adapter, "plain nn.Linear, got .*lora"),
-        (sharded_weight, "expected a weight with 97 rows, got 50.*tensor parallelism"),
-        (unshifted_loss, "this model reads .device"),
-        (made(OldLoss), "this model indexes them"),
-        (made(Normalised), "this model calls log_softmax"),
-        (made(ZLoss), "this model reads .logsumexp"),
-        (made(ScaledByTensor), "multiplies them by something else than a number"),
-        (made(TwoCaps), "this model applies tanh twice"),
-        (made(OwnProduct), "does not call its output layer"),
-    ],
-)
+@pytest.mark.parametrize(("model", "message"), REFUSED_IN_STEP)
 def test_first_training_step_is_refused(model, message):
     model = model()
     with pytest.raises((TypeError, AttributeError, ValueError), match=message):
@@ -199,7 +157,7 @@ def test_first_training_step_is_refused(model, message):
 
 def test_loss_function_that_was_set_later_gets_the_logits():
     model = apply_to_model(model_of())
-    model.loss_function = own_loss().loss_function
+    model.loss_function = with_own_loss().loss_function
     model(**batch()).loss.backward()
 
 
@@ -229,7 +187,7 @@ def test_logits_are_divided_by_numbers_only(divisor):
 
 
 def test_refused_step_leaves_logits_to_other_calls():
-    model = made(OldLoss)()
+    model = made(old_loss)()
     reference = copy.deepcopy(model)
     with pytest.raises(TypeError):
         model(**batch())
@@ -238,6 +196,6 @@ def test_refused_step_leaves_logits_to_other_calls():
 
 def test_replaced_output_layer_is_checked_at_the_next_step():
     model = pair_of()[1]
-    model.lm_head = Quantised(16, 97, bias=False)
+    model.lm_head = quantised(model.lm_head)
     with pytest.raises(TypeError, match=r"plain nn.Linear, got .*Quantised"):
         model(**batch())

@@ -78,54 +78,37 @@ def assert_same_training(make):
     return their_counts, counts
 
 
-def test_trainer_with_gradient_accumulation(tmp_path):
-    def make(model):
-        return Trainer(
-            model,
-            Arguments(str(tmp_path), **OPTIONS),
-            DataCollatorForTokenClassification(tokenizer()),
-            dataset(),
-        )
-
-    their_counts, counts = assert_same_training(make)
-    assert their_counts.with_logits == their_counts.outputs == counts.outputs == 6
-    assert counts.with_logits == 0
+def of_transformers(model, folder):
+    collator = DataCollatorForTokenClassification(tokenizer())
+    return Trainer(model, Arguments(folder, **OPTIONS), collator, dataset())
 
 
-def test_trainer_evaluates_with_logits(tmp_path):
-    model = apply_to_model(model_of())
-    arguments = Arguments(str(tmp_path), **OPTIONS)
-    trainer = Trainer(model, arguments, DataCollatorForTokenClassification(tokenizer()))
-    result = trainer.predict(dataset().select(range(2)))
-    assert result.predictions[0].shape[-1] == CLASSES
-
-
-def test_sft_trainer_keeps_its_own_fused_output_layer(tmp_path):
-    def make(model):
-        return SFTTrainer(
-            model,
-            SFTConfig(str(tmp_path), **OPTIONS),
-            train_dataset=dataset(),
-            processing_class=tokenizer(),
-        )
-
-    their_counts, counts = assert_same_training(make)
-    assert their_counts.with_logits == counts.with_logits == 0
+def of_trl(model, folder, cls=SFTTrainer):
+    arguments = SFTConfig(folder, **OPTIONS)
+    return cls(model, arguments, train_dataset=dataset(), processing_class=tokenizer())
 
 
 class LossOfTheModel(SFTTrainer):
     compute_loss = Trainer.compute_loss
 
 
-def test_sft_trainer_with_the_loss_of_the_model(tmp_path):
-    def make(model):
-        return LossOfTheModel(
-            model,
-            SFTConfig(str(tmp_path), **OPTIONS),
-            train_dataset=dataset(),
-            processing_class=tokenizer(),
-        )
+def of_trl_with_the_loss_of_the_model(model, folder):
+    return of_trl(model, folder, LossOfTheModel)
 
-    their_counts, counts = assert_same_training(make)
+
+@pytest.mark.parametrize("make", [of_transformers, of_trl_with_the_loss_of_the_model])
+def test_trainer_with_gradient_accumulation_needs_no_logits(make, tmp_path):
+    their_counts, counts = assert_same_training(lambda model: make(model, str(tmp_path)))
     assert their_counts.with_logits == their_counts.outputs == counts.outputs == 6
     assert counts.with_logits == 0
+
+
+def test_sft_trainer_keeps_its_own_fused_output_layer(tmp_path):
+    their_counts, counts = assert_same_training(lambda model: of_trl(model, str(tmp_path)))
+    assert their_counts.with_logits == counts.with_logits == 0
+
+
+def test_trainer_evaluates_with_logits(tmp_path):
+    trainer = of_transformers(apply_to_model(model_of()), str(tmp_path))
+    result = trainer.predict(dataset().select(range(2)))
+    assert result.predictions[0].shape[-1] == CLASSES

@@ -1,18 +1,19 @@
-"""The programs of the frameworks' pages run as they are printed."""
+"""The programs of the frameworks' pages run as they are printed, and docstrings are complete."""
 
+import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+import pytest
+from docstring_sections import assert_described
+from programs import Programs
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def output(page, folder):
     (program,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-    (folder / "train.py").write_text(program)
-    command = [sys.executable, "train.py"]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    ran = Programs(folder).write("train.py", program).run("train.py", timeout=300)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
@@ -35,3 +36,8 @@ def test_transformers_trains_and_logs_the_scale(tmp_path):
     printed = output("transformers.md", tmp_path)
     assert "'loss_scale'" in printed
     assert "'skipped_steps'" in printed
+
+
+@pytest.mark.parametrize("module", ["accelerate", "causal_lm", "lightning", "transformers"])
+def test_docstrings_of_frameworks_describe_exactly_the_arguments(module):
+    assert_described(importlib.import_module(f"ampfuse.integrations.{module}"))

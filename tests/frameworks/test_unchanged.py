@@ -20,13 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer as TransformersTrainer
 from transformers import TrainingArguments
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
+NOTHING = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+QUIET = {"accelerator": "cpu", **dict.fromkeys(NOTHING, False)}
 
 
 class Regression(LightningModule):
@@ -73,6 +68,7 @@ def fit(make, manual=False, epochs=2, options=None, path=None, **of_trainer):
 
 
 TRAINERS = {
+    "steps of two optimizers by hand": lambda: {"manual": True},
     "accumulation": lambda: {"accumulate_grad_batches": 3},
     "scheduled accumulation": lambda: {
         "callbacks": GradientAccumulationScheduler(scheduling={0: 1, 1: 2})
@@ -92,15 +88,7 @@ TRAINERS = {
 def test_lightning_trains_as_with_torch(kind):
     _, expected = fit(torch.optim.AdamW, **TRAINERS[kind]())
     _, found = fit(ampfuse.AdamW, **TRAINERS[kind]())
-    for mine, torchs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
-
-
-def test_lightning_steps_two_optimizers_by_hand():
-    _, expected = fit(torch.optim.AdamW, manual=True)
-    _, found = fit(ampfuse.AdamW, manual=True)
-    for mine, torchs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +101,7 @@ def test_checkpoints_of_lightning_load_into_the_other_optimizer(tmp_path, saves,
     trainer, _ = fit(saves, epochs=1)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     _, found = fit(loads, path=tmp_path / "one.ckpt")
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"master_weights": "remainder"}], ids=str)
@@ -151,57 +138,48 @@ def test_fabric_goes_on_from_its_checkpoint_bit_for_bit(tmp_path):
     assert all(map(torch.equal, first["model"].parameters(), second["model"].parameters()))
 
 
-def trainer_of(model, folder, **options):
+def trainer_of(model, folder, optimizer=None, **options):
     """Return a Trainer for random texts."""
-    arguments = TrainingArguments(
-        str(folder),
-        **{
-            "per_device_train_batch_size": 2,
-            "num_train_epochs": 1,
-            "learning_rate": 1e-3,
-            "save_strategy": "no",
-            "report_to": "none",
-            "use_cpu": True,
-            "disable_tqdm": True,
-            **options,
-        },
-    )
+    options = {
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    } | options
+    arguments = TrainingArguments(str(folder), **options)
     data = texts(16, 12)
-    return lambda **given: TransformersTrainer(model, arguments, train_dataset=data, **given)
+    return TransformersTrainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
 
 
-def with_our_optimizer(make_trainer, model, **options):
-    optimizer = ampfuse.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, **options)
-    return make_trainer(optimizers=(optimizer, None))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("master_weights", ["auto", "remainder"])
+@pytest.mark.parametrize(
+    ("dtype", "master_weights"),
+    [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.bfloat16, "remainder")],
+)
 def test_trainer_goes_on_from_its_checkpoint_bit_for_bit(tmp_path, dtype, master_weights):
-    options = {"save_strategy": "steps", "save_steps": 4}
-    whole = llama(dtype)
-    with_our_optimizer(
-        trainer_of(whole, tmp_path, **options), whole, master_weights=master_weights
-    ).train()
-    resumed = llama(dtype)
-    trainer = with_our_optimizer(
-        trainer_of(resumed, tmp_path, **options), resumed, master_weights=master_weights
-    )
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    models = whole, resumed = llama(dtype), llama(dtype)
+    for model, path in zip(models, (None, str(tmp_path / "checkpoint-4")), strict=True):
+        options = {"lr": 1e-3, "weight_decay": 0.0, "master_weights": master_weights}
+        optimizer = ampfuse.AdamW(model.parameters(), **options)
+        trainer = trainer_of(model, tmp_path, optimizer, save_strategy="steps", save_steps=4)
+        trainer.train(resume_from_checkpoint=path)
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    ("optim", "bf16"), [("adamw_torch", False), ("adamw_torch", True), ("adamw_torch_fused", True)]
+)
 def test_patched_trainer_trains_as_before(tmp_path, optim, bf16):
     expected, found = llama(), llama()
-    trainer_of(expected, tmp_path, optim=optim, bf16=bf16)().train()
+    trainer_of(expected, tmp_path, optim=optim, bf16=bf16).train()
     with ampfuse.patched():
-        trainer = trainer_of(found, tmp_path, optim=optim, bf16=bf16)()
+        trainer = trainer_of(found, tmp_path, optim=optim, bf16=bf16)
         trainer.train()
         assert isinstance(trainer.optimizer.optimizer, ampfuse.AdamW)
-    for mine, torchs in zip(found.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine, torchs, rtol=1e-3, atol=2e-4)
+    parameters = [list(model.parameters()) for model in (found, expected)]
+    torch.testing.assert_close(*parameters, rtol=1e-3, atol=2e-4)
 
 
 def test_adapters_of_peft_train_as_with_torch():
@@ -217,5 +195,5 @@ def test_adapters_of_peft_train_as_with_torch():
             optimizer.zero_grad()
         return copy.deepcopy(params)
 
-    for mine, torchs in zip(train(ampfuse.AdamW), train(torch.optim.AdamW), strict=True):
-        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
+    found, expected = train(ampfuse.AdamW), train(torch.optim.AdamW)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -15,6 +15,8 @@ import pytest
 import torch
 from programs import Programs
 
+pytest_plugins = ("costs",)
+
 # The build folder. Its tests/cpp has the module ampfuse_cpp, made from tests/cpp/python_classes.
 BUILD = Path(__file__).parents[2] / os.environ.get("AMPFUSE_BUILD", "build")
 sys.path.append(str(BUILD / "tests" / "cpp"))
@@ -26,6 +28,12 @@ def _why_no_cuda() -> str | None:
     if not ampfuse.has_cuda():
         return "this build of ampfuse has no CUDA kernels"
     return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with slow tests first: at the end, one process waits for the other's last file."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

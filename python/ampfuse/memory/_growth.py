@@ -188,6 +188,7 @@ def frames() -> list[FrameType]:
             if is_of_program(inner.f_code):
                 found.append(inner)
             inner = inner.f_back
+    del frame, inner  # one is this frame, which would keep itself and its callers alive
     return found
 
 

@@ -1,5 +1,7 @@
 """GradScaler on two ranks, in both languages: all ranks skip a step, or no rank does."""
 
+from functools import partial
+
 import ampfuse
 import pytest
 import torch
@@ -14,38 +16,39 @@ from torch.nn import Parameter
 pytestmark = pytest.mark.slow
 
 scenario = Scenarios()
-OPTIMIZERS = ("ours", "ours, clipping", "fused", "SGD")
-CPP = LANGUAGES["C++"]
-CPP_OPTIMIZERS = {
-    "C++ AdamW": lambda params: CPP.adamw(params),
-    "C++ AdamW, clipping": lambda params: CPP.adamw(params, max_grad_norm=1.0),
-    "C++ SGD": lambda params: CPP.sgd(params, lr=0.1),
+PYTHON, CPP = LANGUAGES["Python"], LANGUAGES["C++"]
+OPTIMIZERS = {
+    "ours": (PYTHON, ampfuse.AdamW),
+    "ours, clipping": (PYTHON, partial(ampfuse.AdamW, max_grad_norm=1.0)),
+    "fused": (PYTHON, partial(torch.optim.AdamW, fused=True)),
+    "SGD": (PYTHON, partial(torch.optim.SGD, lr=0.1)),
+    "C++ AdamW": (CPP, CPP.adamw),
+    "C++ AdamW, clipping": (CPP, partial(CPP.adamw, max_grad_norm=1.0)),
+    "C++ SGD": (CPP, partial(CPP.sgd, lr=0.1)),
 }
-CPU = torch.device("cpu")
-CASES = [(name, u) for name in (*OPTIMIZERS, *CPP_OPTIMIZERS) for u in (False, True)]
+# The optimizer, and whether the program calls unscale_().
+CASES = [(name, False) for name in OPTIMIZERS] + [("ours", True), ("C++ AdamW", True)]
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """Play all scenarios; return a function from a scenario to the result of each rank."""
+@pytest.fixture(scope="module", autouse=True)
+def played(tmp_path_factory):
     scenario.play(tmp_path_factory.mktemp("processes"))
-    return scenario.results
 
 
-def make(name, params):
-    if name in CPP_OPTIMIZERS:
-        return CPP_OPTIMIZERS[name](params)
-    if name == "SGD":
-        return torch.optim.SGD(params, lr=0.1)
-    if name == "fused":
-        return torch.optim.AdamW(params, fused=True)
-    return ampfuse.AdamW(params, max_grad_norm=1.0 if "clipping" in name else None)
+def made(name, params, **options):
+    """Return an optimizer and a scaler in its language, with the group of all ranks."""
+    language, optimizer = OPTIMIZERS[name]
+    group = dist.group.WORLD
+    scaler = language.scaler(torch.device("cpu"), 8.0, process_group=group, **options)
+    return optimizer(params), scaler
 
 
-def scaler_for(name, **options):
-    """Return a scaler in the language of the optimizer, with the group of all ranks."""
-    language = CPP if name in CPP_OPTIMIZERS else LANGUAGES["Python"]
-    return language.scaler(CPU, 8.0, process_group=dist.group.WORLD, **options)
+def sharded(*sizes, **options):
+    """Return a layer of which each rank holds a shard."""
+    torch.manual_seed(0)
+    network = torch.nn.Linear(*sizes, **options)
+    fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
+    return network
 
 
 @scenario(*CASES)
@@ -53,64 +56,57 @@ def one_overflows(case):
     """Each rank has a parameter of its own; rank 1 has an infinite gradient."""
     name, unscale = case
     param = Parameter(torch.ones(2))
-    optimizer = make(name, [param])
-    scaler = scaler_for(name)
+    optimizer, scaler = made(name, [param])
     scaler.scale(param.sum()).backward()
     if dist.get_rank() == 1:
-        param.grad[0] = float("inf")
+        param.grad[0] = torch.inf
     if unscale:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    return {
-        "moved": not torch.equal(param.detach(), torch.ones(2)),
-        "scale": scaler.get_scale(),
-        "skipped": scaler.was_skipped(),
-    }
+    return {"param": param.tolist(), "scale": scaler.get_scale(), "skipped": scaler.was_skipped()}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_step_is_skipped_on_every_rank_when_one_overflows(outcomes, case):
-    for result in outcomes("one_overflows", case):
-        assert result["scale"] == 4.0
-        assert result["skipped"]
-        assert not result["moved"]
+def test_step_is_skipped_on_every_rank_when_one_overflows(case):
+    for result in scenario.results("one_overflows", case):
+        assert (result["scale"], result["skipped"], result["param"]) == (4.0, True, [1.0, 1.0])
 
 
 @scenario("SGD", "C++ SGD")
 def no_gradients_here(name):
     """Rank 1 has no gradients, but still takes part in the decision to skip."""
     param = Parameter(torch.ones(2))
-    optimizer = make(name, [param])
-    scaler = scaler_for(name, allow_no_grads=True)
+    optimizer, scaler = made(name, [param], allow_no_grads=True)
     loss = scaler.scale(param.sum())
     if dist.get_rank() == 0:
         loss.backward()
-        param.grad[0] = float("nan")
+        param.grad[0] = torch.nan
     scaler.step(optimizer)
     scaler.update()
     return {"scale": scaler.get_scale()}
 
 
 @pytest.mark.parametrize("name", ["SGD", "C++ SGD"])
-def test_a_rank_without_gradients_backs_off_when_another_overflows(outcomes, name):
-    assert [result["scale"] for result in outcomes("no_gradients_here", name)] == [4.0, 4.0]
+def test_a_rank_without_gradients_backs_off_when_another_overflows(name):
+    assert [result["scale"] for result in scenario.results("no_gradients_here", name)] == [4, 4]
 
 
-@scenario(*((name, unscale) for name in OPTIMIZERS for unscale in (False, True)))
+FSDP = [("ours", True), ("fused", False), ("SGD", False)]
+
+
+@scenario(*FSDP)
 def fsdp(case):
     name, unscale = case
-    torch.manual_seed(0)
-    network = torch.nn.Linear(4, 6)
-    fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = make(name, network.parameters())
+    network = sharded(4, 6)
+    optimizer = OPTIMIZERS[name][1](network.parameters())
     scaler = ampfuse.GradScaler("cpu", 8.0)
     scales, moved = [], []
     for overflow in (False, True):
         optimizer.zero_grad()
         scaler.scale(network(torch.ones(1, 4)).sum()).backward()
         if overflow and dist.get_rank() == 1:
-            network.weight.grad.to_local()[0, 0] = float("inf")
+            network.weight.grad.to_local()[0, 0] = torch.inf
         before = network.weight.to_local().clone()
         if unscale:
             scaler.unscale_(optimizer)
@@ -118,35 +114,31 @@ def fsdp(case):
         scaler.update()
         scales.append(scaler.get_scale())
         moved.append(not torch.equal(before, network.weight.to_local()))
-    report = scaler.overflow_report(network)
-    return {"scales": scales, "moved": moved, "report": report, "rank": dist.get_rank()}
+    return {"scales": scales, "moved": moved, "report": scaler.overflow_report(network)}
 
 
-@pytest.mark.parametrize("case", [(n, u) for n in OPTIMIZERS for u in (False, True)])
-def test_every_shard_of_a_model_skips_when_one_overflows(outcomes, case):
-    for result in outcomes("fsdp", case):
+@pytest.mark.parametrize("case", FSDP)
+def test_every_shard_of_a_model_skips_when_one_overflows(case):
+    for rank, result in enumerate(scenario.results("fsdp", case)):
         assert result["scales"] == [8.0, 4.0]
         assert result["moved"] == [True, False]
-        assert result["report"] == (["weight"] if result["rank"] == 1 else [])
+        assert result["report"] == (["weight"] if rank == 1 else [])
 
 
-@scenario("our scaler", "torch's")
-def norm_of_shards(name):
-    """In a fully sharded model, each rank holds a shard of each gradient."""
-    torch.manual_seed(0)
-    network = torch.nn.Linear(4, 6)
-    fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
+@scenario(None)
+def norm_of_shards(_):
+    network = sharded(4, 6)
     optimizer = ampfuse.AdamW(network.parameters(), max_grad_norm=0.1)
-    scaler = (torch.amp if name == "torch's" else ampfuse).GradScaler("cpu", 8.0)
+    scaler = torch.amp.GradScaler("cpu", 8.0)
     scaler.scale(network(torch.arange(4.0)).square().sum()).backward()
     parts = [param.grad.full_tensor() / 8 for param in network.parameters()]
     scaler.step(optimizer)
     return {"told": optimizer.grad_norm.item(), "exact": torch.nn.utils.get_total_norm(parts)}
 
 
-@pytest.mark.parametrize("name", ["our scaler", "torch's"])
-def test_grad_norm_of_a_sharded_model_covers_all_shards(outcomes, name):
-    for result in outcomes("norm_of_shards", name):
+def test_grad_norm_of_a_sharded_model_covers_all_shards_with_torchs_scaler():
+    """distributed/test_sharded.py compares norms with our scaler."""
+    for result in scenario.results("norm_of_shards", None):
         assert result["told"] == pytest.approx(result["exact"].item())
 
 
@@ -166,24 +158,23 @@ def averaged_after_unscaling(name):
 
 
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "AdamW"])
-def test_norm_is_computed_after_gradients_are_all_reduced(outcomes, name):
-    for result in outcomes("averaged_after_unscaling", name):
+def test_norm_is_computed_after_gradients_are_all_reduced(name):
+    for result in scenario.results("averaged_after_unscaling", name):
         assert result["norm"] == pytest.approx(55.0)
 
 
-OUTLIERS = [(name, clip) for name in ("ours", "SGD") for clip in ("none", "torch's", "scaler's")]
+OUTLIERS = [("ours", "none"), ("ours", "torch's"), ("ours", "scaler's"), ("SGD", "none")]
 
 
 @scenario(*OUTLIERS)
 def outlier_of_shards(case):
     """Give a sharded model an outlier that only one rank has in its shard."""
     name, clip = case
-    model = torch.nn.Linear(4, 2, bias=False)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = make(name, list(model.parameters()))
+    model = sharded(4, 2, bias=False)
+    optimizer = OPTIMIZERS[name][1](list(model.parameters()))
     scaler = ampfuse.GradScaler("cpu", 8.0, skip_outliers=6.0, history=100)
-
-    def step(factors):
+    for number in range(65):
+        factors = [1.0, 1.0 + number % 3] if number < 64 else [100.0, 1.0]
         optimizer.zero_grad()
         scaler.scale((model(torch.ones(1, 4)) * torch.tensor(factors)).sum()).backward()
         if clip == "torch's":
@@ -193,48 +184,40 @@ def outlier_of_shards(case):
             scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()
-
-    for number in range(64):
-        step([1.0, 1.0 + number % 3])
-    step([100.0, 1.0])
-    return {
-        "skipped": scaler.was_skipped(),
-        "norms": [record.norm for record in scaler.history()],
-        "scale": scaler.get_scale(),
-    }
+    norms = [record.norm for record in scaler.history()]
+    return {"skipped": scaler.was_skipped(), "norms": norms, "scale": scaler.get_scale()}
 
 
 @pytest.mark.parametrize("case", OUTLIERS)
-def test_outlier_in_one_shard_is_skipped_on_all_ranks(outcomes, case):
-    results = outcomes("outlier_of_shards", case)
+def test_outlier_in_one_shard_is_skipped_on_all_ranks(case):
     expected = [2 * (1 + (1.0 + number % 3) ** 2) ** 0.5 for number in range(64)]
-    for result in results:
+    for result in scenario.results("outlier_of_shards", case):
         assert result["skipped"]
         assert result["norms"] == pytest.approx([*expected, 2 * (100.0**2 + 1) ** 0.5])
         assert result["scale"] == 8
 
 
-@scenario("one rank")
+@scenario(None)
 def gradient_of_one_rank(_):
     param = Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
     scaler = ampfuse.GradScaler("cpu", 8.0, skip_outliers=6.0, history=1, allow_no_grads=True)
-    optimizer = ampfuse.AdamW([param])
     scaler.scale_tensor()
     if dist.get_rank() == 0:
         param.grad = torch.ones_like(param)
-    scaler.step(optimizer)
+    scaler.step(ampfuse.AdamW([param]))
     scaler.update()
     return {"skipped": scaler.was_skipped()}
 
 
-def test_rank_without_gradients_takes_part_in_the_norm(outcomes):
-    assert [one["skipped"] for one in outcomes("gradient_of_one_rank", "one rank")] == [False] * 2
+def test_rank_without_gradients_takes_part_in_the_norm():
+    results = scenario.results("gradient_of_one_rank", None)
+    assert [result["skipped"] for result in results] == [False] * 2
 
 
-@scenario("2 ** 124")
+@scenario(None)
 def large_scale(_):
-    model = torch.nn.Linear(64, 64, bias=False)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    """The scale is so large that squares of scaled gradients exceed float32."""
+    model = sharded(64, 64, bias=False)
     optimizer = ampfuse.AdamW(model.parameters())
     scaler = ampfuse.GradScaler("cpu", 2.0**124, skip_outliers=6.0, history=80)
     for _ in range(70):
@@ -245,8 +228,8 @@ def large_scale(_):
     return {"records": [tuple(record)[1:] for record in scaler.history()]}
 
 
-def test_norm_of_scaled_shards_may_exceed_float32(outcomes):
-    for result in outcomes("large_scale", "2 ** 124"):
+def test_norm_of_scaled_shards_may_exceed_float32():
+    for result in scenario.results("large_scale", None):
         assert result["records"] == [(False, pytest.approx(128.0))] * 70
 
 

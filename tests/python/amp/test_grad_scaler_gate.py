@@ -11,7 +11,7 @@ import torch
 from ampfuse._host_copy import HostCopy
 from ampfuse.amp import _gate
 from torch.nn import Parameter
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR
 
 FACTORS = [1.0, float("inf"), 1.0, 1.0, float("inf"), float("inf"), 1.0]  # four steps are taken
 
@@ -51,31 +51,6 @@ def test_disabled_scaler_steps_the_scheduler_each_time(device):
     training = Training(device, enabled=False)
     training.run([1.0] * 3)
     assert training.rate() == 0.5**3
-
-
-def test_rates_are_those_of_a_loop_that_asks(device):
-    """Compare with a host that waits for each step."""
-
-    def rates(gated):
-        param = Parameter(torch.ones(2, device=device))
-        optimizer = ampfuse.AdamW([param], lr=0.1)
-        scaler, found = ampfuse.GradScaler(device.type), []
-        scheduler = OneCycleLR(optimizer, 0.1, total_steps=10)
-        gate = scaler.gate(scheduler)
-        for factor in FACTORS:
-            optimizer.zero_grad()
-            scaler.scale(param.sum() * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            if gated:
-                gate.step()
-                gate.wait()
-            elif not scaler.was_skipped():
-                scheduler.step()
-            found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]))
-        return found
-
-    assert rates(True) == rates(False)
 
 
 class LateCopy:
@@ -153,16 +128,12 @@ def test_scheduler_of_epochs_is_refused():
         ampfuse.GradScaler("cpu").gate(scheduler)
 
 
-def test_host_does_not_wait(device):
-    if device.type != "cuda":
-        pytest.skip("there is no host wait on a CPU")
-    training = Training(device)
+@pytest.mark.needs_cuda
+def test_host_does_not_wait(waits_are_errors):
+    training = Training(torch.device("cuda"))
     training.run(FACTORS)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        training.run([1.0] * 4)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    waits_are_errors()
+    training.run([1.0] * 4)
 
 
 def test_scheduler_may_step_before_the_first_step_of_the_optimizer(device):

@@ -1,6 +1,7 @@
 """Cost of a scaler apart from its arithmetic: host waits, launches, allocations."""
 
 from collections import Counter
+from functools import partial
 
 import ampfuse
 import pytest
@@ -27,8 +28,6 @@ class Dispatched(TorchDispatchMode):
 
 # Operators by which the host reads the values of a tensor.
 WAITS = {"_local_scalar_dense", "is_nonzero", "item", "equal"}
-
-
 # Python methods that read a tensor; on the CPU they dispatch no operator.
 READERS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 
@@ -64,11 +63,8 @@ class Loop:
         self.scaler.update()
 
 
-def ours(language):
-    return {
-        "AdamW": lambda params: language.adamw(params),
-        "AdamW, clipping": lambda params: language.adamw(params, max_grad_norm=1.0),
-    }
+def ours(language, limit):
+    return partial(language.adamw, max_grad_norm=limit)
 
 
 def theirs(device):
@@ -77,63 +73,57 @@ def theirs(device):
 
 
 CLIPS = pytest.mark.parametrize("clip", [None, ampfuse.clip_grad_norm_], ids=["", "clip"])
-EVERY_OPTIMIZER_OF_OURS = pytest.mark.parametrize("kind", ours(PYTHON))
+# Gradients are not clipped, clipped by the optimizer, or by the program.
+WAYS = pytest.mark.parametrize(
+    ("limit", "clip"), [(None, None), (1.0, None), (None, ampfuse.clip_grad_norm_)]
+)
 
 
 @EVERY_LANGUAGE
-@EVERY_OPTIMIZER_OF_OURS
-@CLIPS
+@WAYS
 def test_host_reads_no_tensor_with_our_optimizers(
-    device, language, kind, clip, reading_is_an_error
+    device, language, limit, clip, reading_is_an_error
 ):
     options = {"history": 4, "hysteresis": 2, "min_scale": 1.0}
-    loop = Loop(device, lambda d: language.scaler(d, **options), ours(language)[kind], clip)
-
+    loop = Loop(device, lambda d: language.scaler(d, **options), ours(language, limit), clip)
     reading_is_an_error()
     with Dispatched() as dispatched:
         loop.iterate()
-
     assert "ampfuse::update_scale" in dispatched.names
     assert not WAITS & dispatched.names.keys()
 
 
 @CLIPS
-def test_host_reads_no_tensor_with_torchs_fused_adamw(device, clip):
-    loop = Loop(device, PYTHON.scaler, lambda params: torch.optim.AdamW(params, fused=True), clip)
-
+@pytest.mark.parametrize(
+    ("scaler", "optimizer", "reads"),
+    [
+        (PYTHON.scaler, partial(torch.optim.AdamW, fused=True), 0),
+        *((each.scaler, partial(each.sgd, lr=0.1), 1) for each in LANGUAGES.values()),
+    ],
+    ids=["torch's fused AdamW", "SGD", "C++ SGD"],
+)
+def test_host_reads_one_tensor_unless_the_optimizer_takes_the_flag(
+    device, scaler, optimizer, reads, clip
+):
+    loop = Loop(device, scaler, optimizer, clip)
     with Dispatched() as dispatched:
         loop.iterate()
-
-    assert not WAITS & dispatched.names.keys()
-
-
-@EVERY_LANGUAGE
-@CLIPS
-def test_host_reads_one_tensor_per_step_with_sgd(device, language, clip):
-    loop = Loop(device, language.scaler, lambda params: language.sgd(params, lr=0.1), clip)
-
-    with Dispatched() as dispatched:
-        loop.iterate()
-
-    assert sum(dispatched.names[name] for name in WAITS) == 1
+    assert sum(dispatched.names[name] for name in WAITS) == reads
 
 
 @pytest.mark.needs_cuda
 @EVERY_LANGUAGE
-@EVERY_OPTIMIZER_OF_OURS
-@CLIPS
-def test_iterations_pass_torchs_sync_debug_mode(language, kind, clip):
+@WAYS
+def test_iterations_pass_torchs_sync_debug_mode(language, limit, clip, waits_are_errors):
     options = {"history": 4, "max_consecutive_skips": 3}
     cuda = torch.device("cuda")
-    loop = Loop(cuda, lambda d: language.scaler(d, **options), ours(language)[kind], clip)
+    loop = Loop(cuda, lambda d: language.scaler(d, **options), ours(language, limit), clip)
     loop.scaler.was_skipped()  # from here on, each step copies its flag to the host
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            loop.iterate()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    waits_are_errors()
+    for _ in range(3):
+        loop.iterate()
+    torch.cuda.set_sync_debug_mode("default")
     assert not loop.scaler.was_skipped()
 
 
@@ -177,10 +167,9 @@ MOST = {None: 8, ampfuse.clip_grad_norm_: 12}
 def test_launches_are_fewer_than_torchs_and_allocations_at_most_4_more(device, language, clip):
     if device.type == "cuda":
         torch.cuda.synchronize()
-    loop = Loop(device, language.scaler, lambda params: language.adamw(params), clip)
+    loop = Loop(device, language.scaler, ours(language, None), clip)
     torchs_clip = clip and torch.nn.utils.clip_grad_norm_
-    other = Loop(device, theirs, lambda params: torch.optim.AdamW(params, fused=True), torchs_clip)
-
+    other = Loop(device, theirs, partial(torch.optim.AdamW, fused=True), torchs_clip)
     assert launches(loop) < launches(other)
     if device.type == "cpu":
         assert allocations(loop) < allocations(other)
@@ -190,16 +179,11 @@ def test_launches_are_fewer_than_torchs_and_allocations_at_most_4_more(device, l
 
 
 def test_torchs_optimizers_take_no_more_launches_under_our_scaler(device):
-    for clip, torchs_clip in (
-        (None, None),
-        (ampfuse.clip_grad_norm_, torch.nn.utils.clip_grad_norm_),
-    ):
-        for make in (
-            lambda params: torch.optim.SGD(params, lr=0.1, foreach=True),
-            lambda params: torch.optim.AdamW(params, fused=True),
-        ):
+    sgd, adamw = torch.optim.SGD, torch.optim.AdamW
+    for make in (partial(sgd, lr=0.1, foreach=True), partial(adamw, fused=True)):
+        for clip in (None, ampfuse.clip_grad_norm_):
             loop = Loop(device, PYTHON.scaler, make, clip)
-            other = Loop(device, theirs, make, torchs_clip)
+            other = Loop(device, theirs, make, clip and torch.nn.utils.clip_grad_norm_)
             # On a GPU our check of gradients also computes their norm, in one more launch.
             most = launches(other) - (device.type == "cpu")
             assert launches(loop) <= most
@@ -207,8 +191,6 @@ def test_torchs_optimizers_take_no_more_launches_under_our_scaler(device):
 
 @EVERY_LANGUAGE
 def test_every_iteration_allocates_equally_often(device, language):
-    loop = Loop(device, language.scaler, ours(language)["AdamW, clipping"])
-
+    loop = Loop(device, language.scaler, ours(language, 1.0))
     counts = {allocations(loop) for _ in range(20)}
-
     assert len(counts) == 1

@@ -1,4 +1,6 @@
-"""Arguments that ampfuse.GraphedStep accepts or refuses, and its error messages."""
+"""Arguments, batches, and changes since it was made, which ampfuse.GraphedStep refuses."""
+
+import re
 
 import ampfuse
 import pytest
@@ -8,14 +10,20 @@ from torch import nn
 from torch.nn import functional
 
 
-def made(side, device, model=None, loss_fn=functional.cross_entropy, **options):
-    return ampfuse.GraphedStep(
-        model or side.model, loss_fn, side.optimizer, side.scaler, batch(device), **options
-    )
+def made(side, **arguments):
+    given = {
+        "model": side.model,
+        "loss_fn": functional.cross_entropy,
+        "optimizer": side.optimizer,
+        "scaler": side.scaler,
+        "sample": batch(side.device),
+        **arguments,
+    }
+    return ampfuse.GraphedStep(**given)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("arguments", "error", "words"),
     [
         ({"model": functional.cross_entropy}, TypeError, "model: expected torch.nn.Module, got"),
         ({"autocast": True}, TypeError, "autocast: expected a torch.dtype or None, got builtins.b"),
@@ -23,59 +31,32 @@ def made(side, device, model=None, loss_fn=functional.cross_entropy, **options):
         ({"max_grad_norm": True}, TypeError, "max_grad_norm: expected None or a number, got bool"),
         ({"max_grad_norm": "1"}, TypeError, "max_grad_norm: expected None or a number, got str"),
         ({"max_grad_norm": torch.ones(())}, TypeError, "max_grad_norm: .* a number, got Tensor"),
+        ({"sample": ()}, ValueError, "got nothing"),
+        ({"sample": (torch.ones(8, 6), 3)}, TypeError, r"sample\[1\]: expected a tensor"),
+        ({"sample": (torch.ones(8, 6, device="meta"),)}, ValueError, "got meta"),
+        ({"sample": torch.ones(8, 6)}, TypeError, "expected a sequence of tensors, got a tensor"),
+        ({"micro_batches": 0}, ValueError, "micro_batches"),
+        ({"micro_batches": 3}, ValueError, "micro_batches"),  # there are 8 rows
     ],
 )
-def test_invalid_arguments_are_refused_by_name(device, options, error, words):
+def test_invalid_arguments_are_refused_by_name(device, arguments, error, words):
     with pytest.raises(error, match=words):
-        made(Side(device), device, **options)
+        made(Side(device), **arguments)
+
+
+def test_optimizers_and_scalers_of_torch_are_refused(device):
+    side = Side(device)
+    with pytest.raises(TypeError, match=r"expected ampfuse.Adam or AdamW, got torch.optim.sgd.SGD"):
+        made(side, optimizer=torch.optim.SGD(side.model.parameters()))
+    with pytest.raises(TypeError, match=r"scaler: expected ampfuse.GradScaler, got torch.amp"):
+        made(side, scaler=torch.amp.GradScaler(device.type))
 
 
 def test_an_optimizer_of_another_model_is_refused(device):
     side = Side(device)
     side.model = Side(device).model  # a second model with parameters of its own
     with pytest.raises(RuntimeError, match="none of its parameters got a gradient"):
-        made(side, device)(*batch(device))
-
-
-def test_parameters_need_not_belong_to_the_model(device):
-    side = Side(device)
-    side.model.requires_grad_(False)
-    shift = nn.Parameter(torch.zeros(5, device=device))
-    side.optimizer = ampfuse.AdamW([shift], max_grad_norm=1.0)
-    step = made(
-        side,
-        device,
-        loss_fn=lambda logits, target: functional.cross_entropy(logits + shift, target),
-    )
-    for _ in range(2):
-        step(*batch(device))
-    assert shift.abs().max() > 0
-
-
-class Alternating(nn.Module):
-    """A model whose second layer gets gradients only in every other call."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 5), nn.Linear(6, 5)
-        self.times = 0
-
-    def forward(self, images):
-        self.times += 1
-        return self.first(images) if self.times % 2 == 0 else self.second(images)
-
-
-@pytest.mark.parametrize("options", [{"enabled": False}, {"allow_no_grads": True}])
-def test_some_steps_may_have_no_gradients(options):
-    cpu = torch.device("cpu")  # a CUDA graph replays the same layer each time
-    side = Side(cpu)
-    side.model = Alternating()
-    side.optimizer = ampfuse.AdamW(side.model.second.parameters())
-    side.scaler = ampfuse.GradScaler("cpu", **options)
-    step = made(side, cpu)
-    losses = [step(*batch(cpu)).item() for _ in range(4)]
-    assert losses[0] > losses[2]
-    assert losses[1] == losses[3]
+        made(side)(*batch(device))
 
 
 @pytest.mark.parametrize(
@@ -87,44 +68,75 @@ def test_some_steps_may_have_no_gradients(options):
 )
 def test_losses_that_are_not_one_number_are_refused(device, loss_fn, got):
     with pytest.raises(TypeError, match=f"loss_fn: expected it to return one number .* {got}"):
-        made(Side(device), device, loss_fn=loss_fn)(*batch(device))
+        made(Side(device), loss_fn=loss_fn)(*batch(device))
 
 
-def test_batches_with_an_element_that_is_no_tensor_are_refused(device):
-    step = made(Side(device), device)
-    with pytest.raises(TypeError, match=r"batch\[1\]: expected a tensor, got builtins.NoneType"):
-        step(batch(device)[0], None)
+WRONG_BATCHES = {
+    "few": (lambda x, y: (x,), TypeError, "expected 2 tensors, as in sample, got 1"),
+    "shape": (lambda x, y: (x[:4], y), ValueError, r"batch\[0\]: expected torch.float32 of shape"),
+    "dtype": (lambda x, y: (x, y.int()), ValueError, r"batch\[1\]: expected torch.int64"),
+    "no tensor": (lambda x, y: (x, None), TypeError, r"batch\[1\]: expected a tensor, got builtin"),
+    "requires grad": (
+        lambda x, y: (x.requires_grad_(), y),
+        ValueError,
+        r"batch\[0\]: expected .* does not require grad",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("model", nn.Linear(6, 5)),
-        ("loss_fn", functional.nll_loss),
-        ("autocast", torch.bfloat16),
-        ("max_grad_norm", 1.0),
-    ],
-)
-def test_arguments_may_not_be_assigned_after_the_step_is_made(device, name, value):
-    step = made(Side(device), device)
-    setattr(step, name, value)
-    with pytest.raises(RuntimeError, match=rf"changed since the step was made: step\.{name}; make"):
-        step(*batch(device))
+@pytest.mark.parametrize("kind", WRONG_BATCHES)
+def test_batches_unlike_the_sample_are_refused(device, kind, monkeypatch):
+    side = Side(device, monkeypatch=monkeypatch)
+    step = side.graphed()
+    wrong, error, words = WRONG_BATCHES[kind]
+    before = side.model.state_dict()["layers.0.weight"].clone()
+    with pytest.raises(error, match=words):
+        step(*wrong(*batch(device)))
+    assert torch.equal(side.model.layers[0].weight, before)
 
 
-def test_betas_may_be_loaded_as_a_list(device):
+def move_first_parameter(side, step):
+    first = next(side.model.parameters())
+    first.data = first.data.clone()
+
+
+def add_group(side, step):
+    side.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, device=side.device))]})
+
+
+# Functions that change something, and the name that the error gives it.
+CHANGES = [
+    (lambda side, step: side.optimizer.param_groups[0].update(weight_decay=0.5), "weight_decay"),
+    (lambda side, step: side.optimizer.param_groups[0].update(betas=(0.5, 0.5)), "betas"),
+    (lambda side, step: setattr(side.optimizer, "max_grad_norm", 2.0), "optimizer.max_grad_norm"),
+    (add_group, "parameters"),
+    (lambda side, step: next(side.model.parameters()).requires_grad_(False), "parameters"),
+    (move_first_parameter, "parameters"),
+    (lambda side, step: side.model.layers[1].eval(), "model.training"),
+    (lambda side, step: side.scaler.set_growth_interval(7), "scaler.growth_interval"),
+    (lambda side, step: side.scaler.set_growth_factor(4.0), "scaler.growth_factor"),
+    (lambda side, step: side.scaler.set_backoff_factor(0.25), "scaler.backoff_factor"),
+    (lambda side, step: setattr(step, "model", nn.Linear(6, 5)), "step.model"),
+    (lambda side, step: setattr(step, "loss_fn", functional.nll_loss), "step.loss_fn"),
+    (lambda side, step: setattr(step, "autocast", torch.bfloat16), "step.autocast"),
+    (lambda side, step: setattr(step, "max_grad_norm", 1.0), "step.max_grad_norm"),
+]
+
+
+@pytest.mark.parametrize(("change", "name"), CHANGES)
+def test_step_refuses_settings_that_changed_since_it_was_made(device, change, name):
     side = Side(device)
-    step = made(side, device)
-    saved = side.optimizer.state_dict()
-    saved["param_groups"][0]["betas"] = list(saved["param_groups"][0]["betas"])
-    side.optimizer.load_state_dict(saved)
-
-    step(*batch(device))
+    step = made(side)
+    change(side, step)
+    of_group = " of group 0" if name in ("weight_decay", "betas") else ""
+    words = f"changed since the step was made: {re.escape(name + of_group)}"
+    with pytest.raises(RuntimeError, match=rf"{words}(, .*)?; .*make a new"):
+        step(*batch(device))
 
 
 def test_errors_about_changed_settings_suggest_a_remedy(device):
     side = Side(device)
-    step = made(side, device)
+    step = made(side)
     side.model.eval()
     with pytest.raises(
         RuntimeError, match=r"changed .*: model.training; .*call model.train\(\), or make a new"
@@ -136,3 +148,22 @@ def test_errors_about_changed_settings_suggest_a_remedy(device):
         RuntimeError, match=r"changed .*: betas of group 0; pass cycle_momentum=False"
     ):
         step(*batch(device))
+
+
+def test_step_compares_options_of_groups_with_those_of_the_constructor(device):
+    side = Side(device, write_back_grads=True)
+    step = made(side)
+    side.optimizer.param_groups[0]["write_back_grads"] = True
+    step(*batch(device))
+    side.optimizer.param_groups[0]["write_back_grads"] = False
+    with pytest.raises(RuntimeError, match=r"changed since .* write_back_grads of group 0"):
+        step(*batch(device))
+
+
+def test_betas_may_be_loaded_as_a_list(device):
+    side = Side(device)
+    step = made(side)
+    saved = side.optimizer.state_dict()
+    saved["param_groups"][0]["betas"] = list(saved["param_groups"][0]["betas"])
+    side.optimizer.load_state_dict(saved)
+    step(*batch(device))

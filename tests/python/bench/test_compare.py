@@ -6,25 +6,22 @@ from pathlib import Path
 import ampfuse
 import compare
 import pytest
-from compare import AGAIN, Key, Times
+from bench_cases import MACHINE
+from compare import AGAIN
+from harness import OURS
+from harness.report import Row, csv_file
 
 QUIET, NOISY = (("multi_tensor", "norm", name, "float32", "ampfuse") for name in ("64x1M", "1x1K"))
 INSTALLED = Path(ampfuse.__file__).parents[1]
 
 
-def times_of(**builds: dict[Key, list[float]]) -> Times:
-    return {name: dict(cases) for name, cases in builds.items()}
-
-
-def test_a_difference_is_further_from_1_than_the_first_build_is_from_itself() -> None:
-    times = times_of(
+def test_a_difference_is_further_from_1_than_the_first_build_is_from_itself():
+    times = dict(
         old={QUIET: [1.0, 9.0, 1.0], NOISY: [1.0]},
         new={QUIET: [1.2, 1.2, 1.2], NOISY: [1.2]},
         again={QUIET: [1.01], NOISY: [1.3]},
     )
-
     (cases,) = compare.compared(times).values()
-
     assert {case.key: (case.ratio, case.differs) for case in cases} == {
         QUIET: (1.2, False),  # the noise of most cases is that of this one and of the other
         NOISY: (1.2, False),
@@ -34,42 +31,56 @@ def test_a_difference_is_further_from_1_than_the_first_build_is_from_itself() ->
     assert [case.differs for case in cases] == [True, True]
 
 
-def test_the_report_names_only_the_cases_that_differ() -> None:
-    times = times_of(
+def test_the_report_names_only_the_cases_that_differ():
+    times = dict(
         old={QUIET: [1.0], NOISY: [2.0]},
         new={QUIET: [0.5], NOISY: [2.0]},
         again={QUIET: [1.01], NOISY: [2.02]},
     )
-
     first, *lines = compare.report(compare.compared(times)["new"])
-
     assert first == "2 cases, median ratio 0.750, 1 beyond the noise"
     case = " ".join(QUIET)
     assert lines == [f"   0.500 faster  1 -> 0.5 ms  {case}  (noise 1.020)"]
 
 
-def test_a_case_that_one_build_does_not_have_is_left_out() -> None:
-    times = times_of(old={QUIET: [1.0]}, new={NOISY: [1.0]}, again={QUIET: [1.0]})
-
+def test_a_case_that_one_build_does_not_have_is_left_out():
+    times = dict(old={QUIET: [1.0]}, new={NOISY: [1.0]}, again={QUIET: [1.0]})
     assert compare.report(compare.compared(times)["new"]) == [
         "nothing was measured with both builds"
     ]
 
 
 @pytest.mark.parametrize("text", ["folder", "=folder", f"{AGAIN}={INSTALLED}", "new=/"])
-def test_a_build_is_a_name_and_a_folder_that_holds_the_package(text: str) -> None:
+def test_a_build_is_a_name_and_a_folder_that_holds_the_package(text):
     with pytest.raises(argparse.ArgumentTypeError, match="expected NAME=FOLDER"):
         compare.build(text)
 
 
-@pytest.mark.slow
-def test_a_build_is_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    builds = [f"{name}={INSTALLED}" for name in ("one", "two")]
-    only = ["--quick", "--rounds", "3", "--cases", "step/10x1K/*"]
+BENCHMARK = """
+import os, shutil, sys
+assert sys.argv[1] == "--out" and sys.argv[3:] == ["--rounds", "3"]
+build, *_ = os.environ["PYTHONPATH"].split(os.pathsep)
+shutil.copy(f"{build}/rows.csv", f"{sys.argv[2]}/fake.csv")
+"""
 
-    compare.main([*builds, "--bench", "grad_scaler", "--runs", "1", "--", *only])
 
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[:3] == [f"run 1 of 1: grad_scaler, {name}" for name in ("one", "two", AGAIN)]
-    assert printed[4] == "two / one:"
-    assert printed[5].startswith("1 cases, median ratio ")
+def test_benchmarks_run_with_each_build_in_turn(tmp_path, monkeypatch, capsys):
+    """Each build has the rows that the stand-in for a benchmark finds with it."""
+    (tmp_path / "bench_fake.py").write_text(BENCHMARK)
+    monkeypatch.setattr(compare, "HERE", tmp_path)
+    monkeypatch.setattr(compare, "BENCHMARKS", ["fake"])
+    for name, milliseconds in (("one", 2.0), ("two", 1.0)):
+        (tmp_path / name / "ampfuse").mkdir(parents=True)
+        with csv_file(tmp_path / name / "rows.csv", MACHINE) as write:
+            write([Row("norm", "1x1K", "float32", 1, OURS, "ok", median_ms=milliseconds)])
+    builds = [f"{name}={tmp_path / name}" for name in ("one", "two")]
+    code = compare.main([*builds, "--bench", "fake", "--runs", "2", "--", "--rounds", "3"])
+    assert code == 0
+    assert capsys.readouterr().out.splitlines() == [
+        *(f"run 1 of 2: fake, {name}" for name in ("one", "two", AGAIN)),
+        *(f"run 2 of 2: fake, {name}" for name in ("two", AGAIN, "one")),
+        "",
+        "two / one:",
+        "1 cases, median ratio 0.500, 1 beyond the noise",
+        "   0.500 faster  2 -> 1 ms  fake norm 1x1K float32 ampfuse  (noise 1.000)",
+    ]

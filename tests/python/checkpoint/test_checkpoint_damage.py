@@ -12,8 +12,6 @@ from ampfuse.checkpoint import CheckpointError, _index
 from checkpointed import Training, same
 from torch import nn
 
-FLIPS = 10_000
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
@@ -37,17 +35,16 @@ def flip(file, bit):
 
 
 @pytest.mark.slow
-def test_10000_flipped_bits_are_all_found(saved, path):
-    files = sorted(path.iterdir())
-    sizes = [8 * file.stat().st_size for file in files]
+def test_a_flipped_bit_anywhere_is_found(path):
+    """Flip a bit of each third byte: no tensor, hash or length has fewer bytes."""
     chosen = random.Random(0)
-    for _ in range(FLIPS):
-        (file,) = chosen.choices(files, sizes)
-        bit = chosen.randrange(8 * file.stat().st_size)
-        flip(file, bit)
-        with pytest.raises(CheckpointError):
-            checkpoint.verify(path)
-        flip(file, bit)
+    for file in path.iterdir():
+        for byte in range(0, file.stat().st_size, 3):
+            bit = 8 * byte + chosen.randrange(8)
+            flip(file, bit)
+            with pytest.raises(CheckpointError):
+                checkpoint.verify(path)
+            flip(file, bit)
     assert checkpoint.verify(path) == path
 
 
@@ -68,13 +65,13 @@ def test_tensor_of_a_flipped_bit_is_named_and_nothing_is_loaded(saved, path):
 
 
 @pytest.mark.parametrize("name", ["tensors-00000.safetensors", "checkpoint.json"])
-@pytest.mark.parametrize("length", [0, 7, 100, -1])
-def test_files_that_are_cut_short_are_found(path, name, length):
+def test_files_that_are_cut_short_are_found(path, name):
     content = (path / name).read_bytes()
-    (path / name).write_bytes(content[:length])
     expected = "the file has changed" if name == "checkpoint.json" else f"{len(content):,} bytes"
-    with pytest.raises(CheckpointError, match=expected):
-        checkpoint.verify(path)
+    for length in (0, 7, 100, -1):  # 7 are too few for the length of a header
+        (path / name).write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=expected):
+            checkpoint.verify(path)
 
 
 def test_missing_files_are_named(path):
@@ -96,7 +93,7 @@ def test_tensors_that_are_swapped_are_found(path):
         checkpoint.verify(path)
 
 
-def test_newer_format_is_refused(saved, path, monkeypatch):
+def test_newer_format_is_refused(saved, path):
     content = json.loads((path / "checkpoint.json").read_text())
     del content["hash"]
     content |= {"format": 2, "ampfuse": "9.1"}
@@ -202,39 +199,10 @@ def test_nothing_is_loaded_if_parameters_of_an_optimizer_have_other_shapes(tmp_p
     checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer, scheduler=scheduler)
     other = cls(reversed(list(model.parameters())))
     scheduler.last_epoch = 7
-
     with pytest.raises(CheckpointError, match=r"exp_avg of parameter 0 has shape \[4, 8\]"):
         checkpoint.load(tmp_path, model=model, optimizer=other, scheduler=scheduler)
-
     assert scheduler.last_epoch == 7
     assert not other.state
-
-
-class Lookahead(torch.optim.Optimizer):
-    """An optimizer with a state dict of a form of its own."""
-
-    def __init__(self, base):
-        super().__init__(base.param_groups, {})
-        self.base, self.slow = base, 0
-
-    def state_dict(self):
-        return {"fast": self.base.state_dict(), "slow": self.slow}
-
-    def load_state_dict(self, state_dict):
-        self.base.load_state_dict(state_dict["fast"])
-        self.slow = state_dict["slow"]
-
-
-def test_optimizer_with_a_state_of_its_own_form_comes_back(tmp_path):
-    model = torch.nn.Linear(2, 2)
-    optimizer = Lookahead(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
-    optimizer.slow = 5
-    checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer)
-    other = Lookahead(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
-
-    checkpoint.load(tmp_path, model=model, optimizer=other)
-
-    assert other.slow == 5
 
 
 def test_nothing_is_loaded_if_the_scaler_was_disabled(tmp_path):

@@ -1,56 +1,66 @@
 """A process that is killed at any instant leaves its last checkpoint, and no half of one."""
 
 import os
-import random
 import signal
-import time
+import sys
+from itertools import count
 
 import ampfuse.checkpoint as checkpoint
 import pytest
 import torch
 from torch import nn
 
-KILLS = 200
-LONGEST = 0.15  # seconds; a save takes a few milliseconds
+EVENTS = ("open", "os.", "shutil.", "fcntl.")  # audit events of what changes files or locks
 
 
-def write_for_ever(folder, background, step):
-    """Save checkpoints whose tensors all hold their step."""
-    torch.set_num_threads(1)
+def save(folder, step, **options):
+    """Save a model whose tensors all hold the step."""
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 1))
-    while True:
-        step += 1
-        with torch.no_grad():
-            for param in model.parameters():
-                param.fill_(step)
-        checkpoint.save(folder, step=step, model=model, values=step, keep=2, background=background)
+    for param in model.parameters():
+        nn.init.constant_(param, step)
+    return checkpoint.save(folder, step=step, model=model, values=step, keep=1, **options)
 
 
-@pytest.mark.slow
+def save_twice(folder, background, last):
+    """Save steps 2 and 3 in a process that is killed before the event of this number."""
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        events = count()
+
+        def kill(event, _):
+            if event.startswith(EVENTS) and next(events) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(kill)
+            save(folder, 2, background=background)
+            save(folder, 3, background=background).wait()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 @pytest.mark.parametrize("background", [False, True])
-def test_200_kills_at_random_instants_lose_nothing(tmp_path, background):
+def test_kill_before_any_change_of_a_file_loses_nothing(tmp_path, background):
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 1))
-    chosen = random.Random(0)
-    last, unfinished = 0, 0
-    for _ in range(KILLS // 2):
-        child = os.fork()
-        if child == 0:
-            try:
-                write_for_ever(tmp_path, background, last)
-            finally:
-                os._exit(1)
-        time.sleep(chosen.uniform(0, LONGEST))
-        before = checkpoint.latest(tmp_path)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        unfinished += any(path.name.startswith(".unfinished") for path in tmp_path.iterdir())
-        if (newest := checkpoint.latest(tmp_path)) is None:
-            continue
-        assert before is None or newest.name >= before.name
-        checkpoint.verify(newest)
-        found = checkpoint.load(tmp_path, model=model)
-        assert found.step == found.values >= last
+    steps, unfinished = [], 0
+    for last in count():
+        folder = tmp_path / str(last)
+        save(folder, 1)
+        code = save_twice(folder, background, last)
+        assert code in (0, -signal.SIGKILL)
+        names = [path.name for path in folder.iterdir()]
+        unfinished += any(name.startswith(".unfinished") for name in names)
+        checkpoint.verify(folder)
+        found = checkpoint.load(folder, model=model)
+        assert found.step == found.values
         assert all((param == found.step).all() for param in model.parameters())
-        last = found.step
-    assert last > KILLS // 2
-    assert unfinished > KILLS // 20  # some kills were in the middle of a save
+        steps.append(found.step)
+        save(folder, 4)  # removes what is left
+        assert sorted(path.name for path in folder.iterdir()) == [".lock", "step-00000004"]
+        if code == 0:
+            break
+    assert set(steps) == {1, 2, 3}
+    assert unfinished > 10

@@ -13,11 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 pytestmark = pytest.mark.slow
 scenario = Scenarios(ranks=4)
@@ -41,12 +37,9 @@ def made(seed, kind):
     elif kind == "tensor 4":
         parallelize_module(model, init_device_mesh("cpu", (4,)), plan)
     elif kind != "whole":
-        mesh = (
-            init_device_mesh("cpu", (4,))
-            if kind == "FSDP 4"
-            else init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-        )
-        fully_shard(model, mesh=mesh)
+        sizes = (4,) if kind == "FSDP 4" else (2, 2)
+        names = ("replicas", "shards")[-len(sizes) :]
+        fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
     optimizer = ampfuse.AdamW(model.parameters(), lr=0.05)
     for _ in range(2):
         model(torch.ones(4, 8)).square().mean().backward()

@@ -1,4 +1,4 @@
-"""Two processes write one checkpoint, and load it together."""
+"""Two ranks save models whole or in pieces, and any number of processes load them."""
 
 import ampfuse.checkpoint as checkpoint
 import pytest
@@ -6,60 +6,15 @@ import torch
 import torch.distributed as dist
 from ampfuse.checkpoint import CheckpointError
 from ampfuse.checkpoint._ranks import from_bytes, to_bytes
-from checkpointed import Training, error_of, same, shared_folder
+from checkpointed import Stateful, Training, same, shared_folder
 from processes import Scenarios
+from sharded_training import DATA_PARALLEL, SHARDED, grads_of, training, whole
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 scenario = Scenarios()
-
-
-class Loader:
-    """A loader whose position differs between ranks."""
-
-    def __init__(self):
-        self.state = {"rank": dist.get_rank(), "order": torch.arange(3) + dist.get_rank()}
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
-def training(seed, kind):
-    options = {"dtype": torch.bfloat16, "master_weights": True} if kind == "bfloat16" else {}
-    made = Training.of(seed, **options)
-    made.model = DistributedDataParallel(made.model)
-    torch.manual_seed(100 * seed + dist.get_rank())
-    return made
-
-
-@scenario("float32", "bfloat16", "background")
-def resume(kind):
-    folder = shared_folder()
-    first, loader = training(0, kind), Loader()
-    first.run(3)
-    saving = checkpoint.save(
-        folder, step=3, loader=loader, background=kind == "background", **first.objects
-    )
-    losses = first.run(4)
-    saving.wait()
-    dist.barrier()
-    second, other = training(1, kind), Loader()
-    other.state = {}
-    found = checkpoint.load(folder, loader=other, **second.objects)
-    return {
-        "step": found.step,
-        "names": sorted(path.name for path in folder.iterdir()),
-        "path": str(saving.path),
-        "same losses": second.run(4) == losses,
-        "losses": losses,
-        "same": same(second.tensors(), first.tensors()),
-        "loader": other.state["rank"],
-        "order": other.state["order"].tolist(),
-        "folder": str(folder),
-    }
+KINDS = (*SHARDED, *DATA_PARALLEL)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,25 +22,71 @@ def played(tmp_path_factory):
     scenario.play(tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "background"])
-def test_training_on_two_ranks_goes_on_bit_for_bit(kind):
+@scenario(*KINDS)
+def resume(kind):
+    folder, rank = shared_folder(), dist.get_rank()
+    first, loader = training(0, kind), Stateful({"rank": rank, "order": torch.arange(3) + rank})
+    first.run(3)
+    first.backward()
+    background = "background" in kind
+    saving = checkpoint.save(
+        folder, step=3, gradients=True, background=background, loader=loader, **first.objects
+    )
+    saved = [*whole(first.tensors()), *grads_of(first.model)]
+    first.backward()
+    first.step()
+    losses = first.run(4)
+    saving.wait()
+    dist.barrier()
+    second, other = training(1, kind), Stateful()
+    step = checkpoint.load(folder, loader=other, **second.objects).step
+    loaded = [*whole(second.tensors()), *grads_of(second.model)]
+    second.backward()
+    second.step()
+    return {
+        "step": step,
+        "losses": losses,
+        "same losses": second.run(4) == losses,
+        "same": same(whole(second.tensors()), whole(first.tensors())),
+        "loader": [other.state["rank"], *other.state["order"].tolist()],
+        "saved": saved,
+        "loaded": loaded,
+        "names": sorted(path.name for path in folder.iterdir()),
+        "files": sorted(path.name for path in saving.path.iterdir()),
+        "folder": folder,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_on_two_ranks_goes_on_bit_for_bit_between_micro_batches(kind):
     results = scenario.results("resume", kind)
+    in_pieces = kind in SHARDED and kind != "replicated"
+    files = ["checkpoint.json", "rank-00001-00000.safetensors", "tensors-00000.safetensors"]
     for rank, result in enumerate(results):
         assert result["step"] == 3
-        assert result["names"] == [".lock", "step-00000003"]
-        assert result["path"].endswith("step-00000003")
         assert result["same losses"]
         assert result["same"]
-        assert (result["loader"], result["order"]) == (rank, [rank, rank + 1, rank + 2])
+        assert same(result["loaded"], results[0]["saved"])
+        assert result["loader"] == [rank, rank, rank + 1, rank + 2]
+        assert result["names"] == [".lock", "step-00000003"]
+        assert result["files"] == [name for name in files if in_pieces or name[0] != "r"]
     # The ranks drew other dropout masks and batches.
     assert results[0]["losses"] != results[1]["losses"]
 
 
-def test_one_process_loads_what_two_have_saved_except_what_each_had_of_its_own():
-    folder = scenario.results("resume", "float32")[0]["folder"]
-    one = Training.of(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_loads_what_two_have_saved(kind):
+    result = scenario.results("resume", kind)[0]
+    alone = training(1, kind, ranks=1)
     with pytest.warns(UserWarning, match="has loader, too"):
-        assert checkpoint.load(folder, rng=False, **one.objects).step == 3
+        assert checkpoint.load(result["folder"], rng=False, **alone.objects).step == 3
+    assert same([*alone.tensors(), *grads_of(alone.model)], result["saved"])
+    alone.run(2)
+
+
+def test_one_process_does_not_load_what_each_of_two_had_of_its_own():
+    folder = scenario.results("resume", "data parallel")[0]["folder"]
+    one = Training.of(1)
     message = "loader was saved by 2 processes, each with a state of its own; now there are 1"
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load(folder, loader=one.scheduler, rng=False)
@@ -95,39 +96,120 @@ def test_one_process_loads_what_two_have_saved_except_what_each_had_of_its_own()
         checkpoint.load(folder, **one.objects)
 
 
-@scenario("model of rank 1", "state of rank 1", "rank 0 cannot write")
-def fail(kind):
+@scenario(*SHARDED)
+def spread(kind):
+    """Save a whole model, which is the same on both ranks, and load it into a sharded one."""
     folder = shared_folder()
+    one = training(0, kind, ranks=1)
+    one.run(3)
+    one.backward()
+    checkpoint.save(folder, step=3, gradients=True, **one.objects)
+    sharded = training(1, kind)
+    checkpoint.load(folder, **sharded.objects)
+    loaded = [*whole(sharded.tensors()), *grads_of(sharded.model)]
+    sharded.run(2)
+    return {"same": same(loaded, [*one.tensors(), *grads_of(one.model)])}
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_two_ranks_load_what_was_saved_whole(kind):
+    assert all(result["same"] for result in scenario.results("spread", kind))
+
+
+PLACED = ("rows", "columns", "channels last", "tied", "a matrix without rows")
+
+
+@scenario(*PLACED)
+def reshard(kind):
+    """Save one placement of a tensor, and load another one."""
+    mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    model = nn.Linear(3, 3)
-    checkpoint.save(folder, step=1, model=model)
-    weights = model.weight.clone()
-    if kind == "rank 0 cannot write":
-        error = error_of(lambda: checkpoint.save("/proc/run", step=1, model=model))
-    elif kind == "state of rank 1":
-        values = print if dist.get_rank() else None
-        error = error_of(lambda: checkpoint.save(folder, step=2, model=model, values=values))
-    else:
-        other = nn.Linear(3, 3 + dist.get_rank())
-        error = error_of(lambda: checkpoint.load(folder, model=other))
-    step = checkpoint.load(folder, model=model).step
-    return {"error": error, "step": step, "same": torch.equal(model.weight, weights)}
+    weight = torch.randn(3, 4, 5, 2)
+    if kind == "a matrix without rows":
+        weight = weight[:0]
+    stored = weight.to(memory_format=torch.channels_last) if kind == "channels last" else weight
+    place = {"rows": Shard(0), "columns": Shard(1)}.get(kind, Shard(2))
+
+    def model(value, placement):
+        made = nn.Module()
+        value = distribute_tensor(value, mesh, [placement]) if placement else value
+        made.weight = nn.Parameter(value)
+        made.other = made.weight if kind == "tied" else nn.Parameter(value.detach().clone())
+        return made
+
+    folder = shared_folder()
+    first = model(stored, None if kind == "channels last" else place)
+    checkpoint.save(folder, step=1, model=first)
+    wrong = []
+    for placement in (Shard(0), Shard(1), Shard(3), None):
+        second = model(torch.zeros_like(weight), placement)
+        checkpoint.load(folder, model=second)
+        same_as_saved = [torch.equal(one, weight) for one in whole(second.parameters())]
+        wrong += [] if all(same_as_saved) else [str(placement)]
+    return {"wrong": wrong}
 
 
-@pytest.mark.parametrize(
-    ("kind", "own", "message"),
-    [
-        ("model of rank 1", 1, "weight is torch.float32 of shape [3, 3] in the checkpoint, and"),
-        ("state of rank 1", 1, "save: values is of <class 'builtin_function_or_method'>"),
-        ("rank 0 cannot write", 0, "/proc/run: cannot write here"),
-    ],
-)
-def test_error_of_one_rank_is_raised_on_all_and_names_the_rank(kind, own, message):
-    for rank, result in enumerate(scenario.results("fail", kind)):
-        assert message in result["error"]
-        assert (f"rank {own}: " in result["error"]) == (rank != own)
-        assert result["step"] == 1
+@pytest.mark.parametrize("kind", PLACED)
+def test_tensor_is_loaded_into_another_placement(kind):
+    assert [result["wrong"] for result in scenario.results("reshard", kind)] == [[], []]
+
+
+@scenario("of both", "of one")
+def numbers(kind):
+    """Save and load a parameter without dimensions, and state that no parameter has."""
+    folder, mesh = shared_folder(), init_device_mesh("cpu", (2,))
+
+    def made(value):
+        scale = torch.full((), value)
+        if kind == "of both":
+            scale = distribute_tensor(scale, mesh, [Replicate()])
+        param = nn.Parameter(scale)
+        optimizer = torch.optim.AdamW([param], lr=0.1)
+        (param * param).backward()
+        optimizer.step()
+        return param, optimizer
+
+    param, optimizer = made(2.0)
+    checkpoint.save(folder, step=1, optimizer=optimizer)
+    other, loaded = made(3.0)
+    checkpoint.load(folder, optimizer=loaded)
+    state, before = loaded.state[other], optimizer.state[param]
+    same_as_saved = torch.equal(*whole([state["exp_avg"], before["exp_avg"]]))
+    loaded.step()
+    kinds = [type(state[name]).__name__ for name in ("exp_avg", "step")]
+    return {"same": same_as_saved, "kinds": kinds}
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("of both", "DTensor"), ("of one", "Tensor")])
+def test_state_of_a_parameter_without_dimensions_is_sharded_if_it_was(kind, expected):
+    for result in scenario.results("numbers", kind):
         assert result["same"]
+        assert result["kinds"] == [expected, "Tensor"]
+
+
+@scenario("whole", "pieces")
+def mapped(kind):
+    """Change the file of a checkpoint after it was loaded."""
+    folder = shared_folder()
+    one = training(0, "float32", ranks=1 if kind == "whole" else 2)
+    one.run(1)
+    one.backward()
+    path = checkpoint.save(folder, step=1, gradients=True, **one.objects).path
+    other = training(1, "float32")
+    checkpoint.load(folder, **other.objects)
+    before = [*whole(other.tensors()), *grads_of(other.model)]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for file in path.glob("*.safetensors"):
+            with file.open("r+b") as opened:
+                opened.write(bytes(file.stat().st_size))
+    dist.barrier()
+    return {"same": same([*whole(other.tensors()), *grads_of(other.model)], before)}
+
+
+@pytest.mark.parametrize("kind", ["whole", "pieces"])
+def test_loaded_tensors_do_not_depend_on_the_files(kind):
+    assert all(result["same"] for result in scenario.results("mapped", kind))
 
 
 def test_column_of_one_element_is_sent_as_bytes():

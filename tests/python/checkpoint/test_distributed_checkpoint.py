@@ -15,11 +15,7 @@ from checkpointed import same
 from processes import Scenarios
 from sharded_training import whole
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -37,6 +33,7 @@ PAIRS = {
     "torch, then ours": (torch.optim.AdamW, ampfuse.AdamW, torch.optim.AdamW),
     "ours, then torch": (ampfuse.AdamW, torch.optim.AdamW, ampfuse.AdamW),
 }
+MOMENTS = ("exp_avg", "exp_avg_sq")
 CASES = [(kind, flatten) for kind in PAIRS for flatten in (False, True)]
 
 
@@ -91,7 +88,7 @@ def go_on(case):
     """Load what the stage before has saved, train, and save."""
     stage = [scenario.ranks for scenario in STAGES].index(dist.get_world_size())
     run, same_as_saved = Run(*case, stage), True
-    names = ("step", "exp_avg", "exp_avg_sq", "master_param")
+    names = ("step", *MOMENTS, "master_param")
     if stage > 0:
         dcp.load({"run": run}, checkpoint_id=folder(*case, stage - 1))
         before = torch.load(f"{folder(*case, stage - 1)}.pt")
@@ -110,29 +107,29 @@ for scenario in STAGES:
     scenario(*CASES)(go_on)
 
 
-@STAGES[1](None)
-def load_bfloat16_from_torch(_):
-    """Load weights and moments by a planner that accepts a checkpoint without masters."""
-    path = folder("bfloat16", False, 0)
-    saved = Run("torch, then ours", False, 0)
+@STAGES[1]("a checkpoint", "a state")
+def load_bfloat16_of_torch(source):
+    """Load what has no masters: by a planner that accepts this, or flattened, without a file."""
+    saved = Run("torch, then ours", source == "a state", 0)
     saved.model.bfloat16()
     saved.train()
+    weights = saved.tensors([])
+    loaded = Run("masters", source == "a state", 1)
+    if source == "a state":
+        loaded.load_state_dict(saved.state_dict())
+        return {"same": same(loaded.tensors([]), weights)}
+    path = folder("bfloat16", False, 0)
     dcp.save({"run": saved}, checkpoint_id=path)
-    loaded = Run("masters", False, 1)
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load({"run": loaded}, checkpoint_id=path, planner=planner)
-    params = ("step", "exp_avg", "exp_avg_sq")
-    are_same = [
-        torch.equal(one.float(), other.float())
-        for one, other in zip(loaded.tensors(params), saved.tensors(params), strict=True)
-    ]
-    weights = saved.tensors([])
+    pairs = zip(*(run.tensors(["step", *MOMENTS]) for run in (loaded, saved)), strict=True)
+    are_same = all(torch.equal(one.float(), other.float()) for one, other in pairs)
     for group in loaded.optimizer.param_groups:
         group["lr"] = 0.0
     with pytest.warns(UserWarning, match="masters were set to the written values"):
         loaded.train()
     masters = whole(loaded.optimizer.master_params())
-    return {"same": all(are_same), "masters": same(masters, [one.float() for one in weights])}
+    return {"same": are_same and same(masters, [one.float() for one in weights])}
 
 
 @pytest.fixture(scope="module")
@@ -151,24 +148,7 @@ def test_run_goes_on_with_one_rank_and_then_with_four(played, case):
             assert result["steps"] == 3 * (stage + 1)
 
 
-@STAGES[1](None)
-def set_flattened_bfloat16_state_of_torch(_):
-    """Set a state dict directly, without a checkpoint that would miss masters."""
-    saved = Run("torch, then ours", True, 0)
-    saved.model.bfloat16()
-    saved.train()
-    loaded = Run("masters", True, 1)
-    loaded.load_state_dict(saved.state_dict())
-    weights = saved.tensors([])
-    return {"same": same(loaded.tensors([]), weights)}
-
-
-def test_flattened_state_of_torch_without_masters_is_set(played):
-    (result,) = STAGES[1].results("set_flattened_bfloat16_state_of_torch", None)
+@pytest.mark.parametrize("source", ["a checkpoint", "a state"])
+def test_bfloat16_weights_of_torch_without_masters_are_loaded(played, source):
+    (result,) = STAGES[1].results("load_bfloat16_of_torch", source)
     assert result["same"]
-
-
-def test_masters_are_made_from_the_weights_of_torchs_bfloat16_checkpoint(played):
-    (result,) = STAGES[1].results("load_bfloat16_from_torch", None)
-    assert result["same"]
-    assert result["masters"]

@@ -1,23 +1,16 @@
-"""`python -m ampfuse env`, and the build information behind it."""
+"""`python -m ampfuse env`: what is installed, what works, and what to change."""
 
-import subprocess
-import sys
+import os
 
 import ampfuse
+import pytest
 import torch
 from ampfuse import env
-from ampfuse.command import show
+from ampfuse._build_advice import Installation, advice, nvcc_version
 
 
-def command(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ampfuse", *arguments], text=True, capture_output=True, **options
-    )
-
-
-def test_env_shows_versions_kernels_and_what_works():
-    done = command("env")
-
+def test_env_shows_versions_kernels_and_what_works(programs):
+    done = programs.ours("env")
     assert done.returncode == 0, done.stderr
     for fact in (ampfuse.__version__, torch.__version__, ampfuse.build_info()["cpu_capability"]):
         assert fact in done.stdout
@@ -26,29 +19,106 @@ def test_env_shows_versions_kernels_and_what_works():
     assert "cross_entropy, linear_cross_entropy" in " ".join(done.stdout.split())
 
 
-def test_table_aligns_texts_below_the_title(capsys):
-    show.table([("torch", "2.11.0"), ("works on CPU", "norm"), ("", "clip")], "env")
-
-    lines = ("env", "  torch         2.11.0", "  works on CPU  norm", "                clip")
-    assert capsys.readouterr().out.splitlines() == [*lines]
-
-
-def test_scales_are_drawn_by_their_logarithm_and_a_scale_of_0_is_the_lowest():
-    assert show.sparkline([2.0**16, 2.0**8, 1.0]) == "█▅▁"
-    assert show.sparkline([2.0**16, 2.0**-149, 0.0]) == "█▁▁"
-    assert show.sparkline([4.0, 4.0]) == "▅▅"
-
-
 def test_env_reports_the_error_of_an_op_that_fails(monkeypatch):
     def broken(tensors):
         raise RuntimeError("no kernel image\nis available")
 
     monkeypatch.setattr(ampfuse.ops, "multi_tensor_norm", broken)
-
     assert dict(env.describe())["works on CPU"] == "no: no kernel image"
 
 
 def test_has_cuda_agrees_with_the_build_information():
     info = ampfuse.build_info()
-
     assert ampfuse.has_cuda() == bool(info["cuda_version"]) == bool(info["cuda_archs"])
+
+
+FITS = Installation(
+    cuda_archs="80-real 90",
+    built_with="13.0",
+    torchs_cuda="13.0",
+    driver=13000,
+    gpus=[(9, 0)],
+    nvcc="13.0",
+)
+CPU_BUILD = {"cuda_archs": "", "built_with": ""}
+NO_GPU = {"gpus": []}
+
+
+def advised(**changes):
+    """Return the advice for an installation in which all fits but these."""
+    return list(advice(FITS._replace(**changes)))
+
+
+@pytest.fixture(autouse=True)
+def _no_hidden_gpus(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gpus": [(8, 0), (8, 6), (12, 0)]},  # 8.6 runs code of 8.0, 12.0 compiles PTX
+        {"cuda_archs": "90a-real"},
+        {"built_with": "13.1", "nvcc": None},
+        NO_GPU | {"torchs_cuda": None, "driver": 0},
+    ],
+)
+def test_nothing_is_advised_where_kernels_run_or_are_not_wanted(changes):
+    assert advised(**changes) == []
+
+
+@pytest.mark.parametrize(
+    ("build", "gpu", "named"),
+    [
+        ({"cuda_archs": "80-real 90-real"}, (12, 0), "12.0"),
+        ({"cuda_archs": "90"}, (8, 0), "8.0"),
+        ({"cuda_archs": "86-real"}, (8, 0), "8.0"),
+        ({"cuda_archs": "90a-real"}, (9, 1), "9.1"),
+        ({"built_with": "12.8"}, (9, 0), "9.0"),  # another major version than torch's
+        (CPU_BUILD, (9, 0), "9.0"),
+    ],
+)
+def test_architecture_of_a_gpu_without_kernels_is_named_with_the_command(build, gpu, named):
+    (text,) = advised(**build, gpus=[gpu])
+    assert text.startswith(f"compile kernels for {named}: ")
+    assert f'TORCH_CUDA_ARCH_LIST="{named}" pip install' in text
+    assert "nvcc" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # nvcc of another major version
+        (
+            CPU_BUILD | {"nvcc": "12.4"},
+            "nvcc on PATH is 12.4, and torch's CUDA is 13.0: set AMPFUSE_",
+        ),
+        (CPU_BUILD | {"nvcc": None}, "nvcc is not on PATH, and torch's CUDA is 13.0: set AMPFUSE_"),
+        (CPU_BUILD | {"torchs_cuda": "12.8"}, "CUDA is 12.8: install the toolkit of CUDA 12"),
+        # why torch sees no GPU
+        (NO_GPU | {"driver": 0}, "install its driver"),
+        (NO_GPU | {"driver": 12040}, "the driver supports CUDA 12.4, torch needs 13: update the"),
+        (NO_GPU | {"driver": 13000}, "nvidia-smi shows whether the driver does"),
+        (NO_GPU | {"torchs_cuda": None}, "torch is a CPU build, but there is an NVIDIA driver"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_the_remedy(changes, expected):
+    (text,) = advised(**changes)
+    assert expected in text
+
+
+def test_variable_that_hides_gpus_is_named(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    hidden = "CUDA_VISIBLE_DEVICES='-1' may hide the GPUs from torch: unset it"
+    assert advised(**NO_GPU) == [hidden]
+
+
+def test_version_of_nvcc_is_read_from_its_output(monkeypatch, tmp_path):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert nvcc_version() == "12.4"
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    assert nvcc_version() is None

@@ -10,7 +10,6 @@ from ampfuse.diagnosis._advice import (
     about_input,
     about_memory,
     about_waits,
-    hints,
 )
 from ampfuse.diagnosis._gpu_times import GpuTimes
 from ampfuse.diagnosis._habits import Habits
@@ -33,8 +32,11 @@ def loader(workers, batch=None, *, computing=1.0, persistent=False, prefetched=2
     return made
 
 
-def steps(**milliseconds):
-    return {"count": 20, "measured": 20, "milliseconds": dict.fromkeys(PHASES, 0.0) | milliseconds}
+def hints(loaders=(), lines=(), **milliseconds):
+    """Return the hints for 20 steps with these times."""
+    times = dict.fromkeys(PHASES, 0.0) | milliseconds
+    steps = {"count": 20, "measured": 20, "milliseconds": times}
+    return list(_advice.hints(steps, list(loaders), list(lines)))
 
 
 def line(phase, call="", share=0.5):
@@ -69,11 +71,12 @@ def test_training_on_a_gpu_leaves_the_cores_to_workers(monkeypatch):
     assert "would hide it." in about_input(loader(0, 30), 1.0, 30.0, 10.0)
 
 
-def test_loaders_of_an_evaluation_are_left_out():
-    loaders = [loader(0, 300, waited=9.0, trains=False), loader(0, 30, waited=0.5)]
-    (hint,) = hints(steps(input=30.0, forward=10.0), loaders, [])
-    assert "num_workers=3" in hint
-    assert list(hints(steps(input=30.0, forward=10.0), loaders[:1], [])) == []
+def test_loader_of_training_that_the_program_waits_for_longest_is_meant():
+    evaluation = loader(0, 300, waited=9.0, trains=False)
+    loaders = [evaluation, loader(1, 50, waited=2.0), loader(0, 1, waited=0.1)]
+    (hint,) = hints(loaders, input=30.0, forward=10.0)
+    assert "with num_workers=1" in hint
+    assert hints([evaluation], input=30.0, forward=10.0) == []
 
 
 @pytest.mark.parametrize(
@@ -81,32 +84,24 @@ def test_loaders_of_an_evaluation_are_left_out():
     [(30.0, 10.0, 1), (5.0, 10.0, 1), (0.9, 10.0, 0), (1.5, 1.0, 0), (30.0, 1000.0, 0)],
 )
 def test_short_waits_are_not_worth_a_hint(wait, forward, expected):
-    found = list(hints(steps(input=wait, forward=forward), [loader(0, wait)], []))
-    assert len(found) == expected
+    assert len(hints([loader(0, wait)], input=wait, forward=forward)) == expected
 
 
 def test_line_that_takes_the_time_of_loading_is_named():
     lines = [line(FORWARD, share=0.5), line(INPUT, "augment", 0.3), line(INPUT, "read", 0.1)]
-    (hint,) = hints(steps(input=30.0, forward=10.0), [loader(0, 30)], lines)
+    (hint,) = hints([loader(0, 30)], lines, input=30.0, forward=10.0)
     assert hint.endswith("75% of the loading is at train.py:3, `x = augment()`.")
 
 
-def test_loader_that_the_program_waits_for_longest_is_meant():
-    loaders = [loader(1, 50, waited=2.0), loader(0, 1, waited=0.1)]
-    (hint,) = hints(steps(input=30.0, forward=10.0), loaders, [])
-    assert "with num_workers=1" in hint
-
-
 def test_workers_that_are_started_in_each_epoch_are_noticed():
-    times = steps(forward=100.0)  # 2 s for 20 steps
-    (hint,) = hints(times, [loader(2, starts=[1.0, 1.0, 1.0])], [])
+    (hint,) = hints([loader(2, starts=[1.0, 1.0, 1.0])], forward=100.0)  # 2 s for 20 steps
     assert "takes 1,000 ms until the first batch, in each of 3 epochs" in hint
     for quiet in (
         loader(2, starts=[1.0, 1.0, 1.0], persistent=True),
         loader(2, starts=[1.0, 0.01, 0.01]),
         loader(0, starts=[1.0, 1.0, 1.0]),
     ):
-        assert list(hints(times, [quiet], [])) == []
+        assert hints([quiet], forward=100.0) == []
 
 
 @pytest.mark.parametrize(
@@ -127,16 +122,15 @@ def test_lines_that_wait_for_the_gpu_are_named(monkeypatch, found, said):
     assert all(said in hint for hint in hinted)
 
 
-@pytest.mark.parametrize("call", ["to", "item", "tolist"])
-def test_nothing_waits_for_a_gpu_that_is_not_there(monkeypatch, call):
+def test_nothing_waits_for_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr(_advice, "uses_gpu", lambda: False)
-    assert list(about_waits([line(FORWARD, call)])) == []
+    assert list(about_waits([line(FORWARD, call) for call in ("to", "item", "tolist")])) == []
 
 
 def test_parts_of_one_line_are_added_up():
     parts = [line(OTHER, "save", 0.3), line(OTHER, "save", 0.3)]
     parts[1] = parts[1]._replace(place=parts[1].place._replace(call="zeros"))
-    (hint,) = hints(steps(other=60.0, forward=40.0), [], parts)
+    (hint,) = hints([], parts, other=60.0, forward=40.0)
     assert hint.startswith("60% of the time passes outside of forward, backward and optimizer at")
 
 
@@ -158,7 +152,7 @@ def test_limit_of_a_container_counts(monkeypatch):
     ],
 )
 def test_line_outside_of_training_is_named(other, found, expected):
-    assert len(list(hints(steps(other=other, forward=70.0), [], [found]))) == expected
+    assert len(hints([], [found], other=other, forward=70.0)) == expected
 
 
 def test_one_thread_on_many_cores_is_noticed(monkeypatch):

@@ -72,14 +72,11 @@ def test_times_of_a_busy_gpu_are_those_of_its_work(gpu):
     assert times.phases >= 3
 
 
-def test_gpu_that_waits_for_the_host_is_noticed(gpu):
-    times = train(gpu, host=50.0)
+def test_gpu_that_waits_for_the_host_is_noticed_in_few_steps(gpu):
+    times = train(gpu, host=50.0, steps=80)
+    assert times.steps in range(4, 11)
     assert times.idle == times.phases > 0
     assert times.milliseconds()[BACKWARD] == pytest.approx(50)
-
-
-def test_few_steps_are_measured(gpu):
-    assert train(gpu, host=50.0, steps=80).steps in range(4, 11)
 
 
 def test_captured_steps_are_not_measured(gpu):

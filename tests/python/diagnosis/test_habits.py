@@ -1,5 +1,6 @@
-"""Mistakes that a program repeats in each step."""
+"""Mistakes that a program repeats in each step, such as gradients that it never resets."""
 
+import inspect
 import sys
 import types
 from collections import Counter
@@ -9,7 +10,10 @@ import pytest
 import torch
 from ampfuse.diagnosis._clock import StepClock
 from ampfuse.diagnosis._habits import Habits
+from ampfuse.diagnosis._logits import WideLogits
+from ampfuse.patching import _losses, patch, unpatch
 from torch import nn
+from torch.nn import functional
 
 
 @pytest.fixture
@@ -20,26 +24,17 @@ def habits():
         yield made
 
 
-def train(reset, *, parts=1, steps=12):
-    model = nn.Linear(4, 4)
+INPUTS = torch.ones(2, 4)
+
+
+def train(reset, *, parts=1, steps=12, model=None, inputs=INPUTS):
+    model = nn.Linear(4, 4) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(steps):
         for _ in range(parts):
-            model(torch.ones(2, 4)).sum().backward()
+            model(inputs).sum().backward()
         optimizer.step()
         reset(model, optimizer)
-
-
-def set_to_none(model, optimizer):
-    optimizer.zero_grad()
-
-
-def set_to_zero(model, optimizer):
-    optimizer.zero_grad(set_to_none=False)
-
-
-def zero_by_the_model(model, optimizer):
-    model.zero_grad(set_to_none=False)
 
 
 def delete(model, optimizer):
@@ -47,41 +42,26 @@ def delete(model, optimizer):
         param.grad = None
 
 
-def zero_each(model, optimizer):
-    for param in model.parameters():
-        param.grad.zero_()
-
-
-def zero_data(model, optimizer):
-    for param in model.parameters():
-        param.grad.data.zero_()
-
-
 def keep(model, optimizer):
     pass
 
 
-def test_anomaly_checks_are_counted_although_gradients_are_kept(habits):
-    with torch.autograd.set_detect_anomaly(True):
-        train(keep, steps=15)
-    assert habits.keeps_gradients
-    assert habits.anomaly_checks == 15
-
-
-RESETS = [set_to_none, set_to_zero, zero_by_the_model, delete, zero_each, zero_data]
+RESETS = {
+    "set to none": lambda model, optimizer: optimizer.zero_grad(),
+    "set to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "set to zero by the model": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "deleted": delete,
+    "zeroed": lambda model, optimizer: [param.grad.zero_() for param in model.parameters()],
+    "data zeroed": lambda model, optimizer: [p.grad.data.zero_() for p in model.parameters()],
+    "kept": keep,
+}
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("reset", RESETS)
-def test_gradients_that_are_reset_are_not_reported(habits, reset, parts):
-    train(reset, parts=parts)
-    assert not habits.keeps_gradients
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-def test_gradients_that_are_never_reset_are_reported(habits, parts):
-    train(lambda model, optimizer: None, parts=parts)
-    assert habits.keeps_gradients
+def test_gradients_are_reported_if_they_are_never_reset(habits, reset, parts):
+    train(RESETS[reset], parts=parts)
+    assert habits.keeps_gradients == (reset == "kept")
 
 
 def test_gradients_that_another_loss_adds_to_before_they_are_reset_are_not_reported(habits):
@@ -113,27 +93,21 @@ def test_backward_in_a_closure_is_not_reported(habits):
 
 
 def test_steps_without_backward_are_not_reported(habits):
-    param = nn.Parameter(torch.ones(3))
-    param.grad = torch.ones(3)
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    for _ in range(12):
-        optimizer.step()
+    model = nn.Linear(4, 4)
+    model.weight.grad = torch.ones(4, 4)
+    train(keep, parts=0, model=model)
     assert not habits.keeps_gradients
 
 
 def test_sparse_gradients_are_left_alone(habits):
-    table = nn.Embedding(4, 2, sparse=True)
-    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
-    for _ in range(12):
-        table(torch.tensor([1])).sum().backward()
-        optimizer.step()
+    train(keep, model=nn.Embedding(4, 2, sparse=True), inputs=torch.tensor([1]))
     assert not habits.keeps_gradients
 
 
 def test_anomaly_checks_are_counted(habits):
-    train(set_to_none, steps=3)
+    train(delete, steps=3)
     with torch.autograd.set_detect_anomaly(True):
-        train(set_to_none, steps=4)
+        train(delete, steps=4)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(3):
@@ -143,21 +117,78 @@ def test_anomaly_checks_are_counted(habits):
     assert habits.anomaly_checks == 4 + 3
 
 
+def test_anomaly_checks_are_counted_although_gradients_are_kept(habits):
+    with torch.autograd.set_detect_anomaly(True):
+        train(keep, steps=15)
+    assert habits.keeps_gradients
+    assert habits.anomaly_checks == 15
+
+
 def test_compilations_after_the_first_steps_are_counted(habits, monkeypatch):
     graphs = Counter()
     dynamo = types.SimpleNamespace(counters={"stats": graphs})
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", dynamo)
+    compiled = iter([1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0])
 
-    def compile_in(steps):
-        taken = iter(range(100))
+    def reset(model, optimizer):
+        optimizer.zero_grad()
+        graphs["unique_graphs"] += next(compiled)
 
-        def after(model, optimizer):
-            set_to_none(model, optimizer)
-            graphs["unique_graphs"] += next(taken) in steps
-
-        return after
-
-    train(compile_in({0, 1}))
-    assert habits.compilations == 0
-    train(compile_in({5, 6, 7}))
+    train(reset)
     assert habits.compilations == 3
+
+
+@pytest.fixture
+def logits(monkeypatch):
+    found = WideLogits()
+    patch("cross_entropy")
+    monkeypatch.setattr(_losses.USAGE, "on_input", found)
+    yield found
+    unpatch()
+
+
+def loss_of(logits):
+    target = torch.zeros(logits.shape[0], dtype=torch.long)
+    return functional.cross_entropy(logits, target)
+
+
+LINE = f"test_habits.py:{inspect.getsourcelines(loss_of)[1] + 2}"
+VIEWS = {
+    "none": lambda logits: logits.float()[:, 0],
+    "view": lambda logits: logits.float().view(-1, 6),
+    "flatten": lambda logits: logits.float().flatten(0, 1),
+    "shifted": lambda logits: logits.float()[..., :-1, :].contiguous().view(-1, 6),
+}
+
+
+@pytest.mark.parametrize(
+    ("view", "dtype"), [*((view, torch.bfloat16) for view in VIEWS), ("none", torch.float16)]
+)
+def test_conversion_of_logits_is_noticed_also_before_a_view(logits, view, dtype):
+    narrow = torch.zeros(4, 2, 6, dtype=dtype, requires_grad=True).mul(1)
+    loss_of(VIEWS[view](narrow))
+    assert logits.dtype == dtype
+    assert logits.bytes == VIEWS[view](narrow).nbytes
+    assert logits.place.where == LINE
+
+
+def test_largest_conversion_of_logits_is_kept(logits):
+    for rows in (4, 8, 2):
+        loss_of(torch.zeros(rows, 6, dtype=torch.bfloat16, requires_grad=True).float())
+    assert logits.bytes == 8 * 6 * 4
+
+
+def test_logits_as_they_were_computed_are_not_reported(logits):
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.zeros(6, 6, dtype=dtype, requires_grad=True)
+        loss_of(weight @ weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(torch.zeros(6, 6, requires_grad=True) @ torch.zeros(6, 6))
+    assert logits.bytes == 0
+
+
+def test_other_conversions_of_logits_are_not_reported(logits):
+    loss_of(torch.zeros(4, 6, dtype=torch.float64, requires_grad=True).float())  # narrower now
+    loss_of(torch.zeros(4, 6).bfloat16().float())  # needs no gradient
+    loss_of(torch.zeros(4, 6, dtype=torch.bfloat16, requires_grad=True).float() * 2)  # computed
+    assert logits.bytes == 0

@@ -49,9 +49,8 @@ def test_batches_of_the_program_itself_are_measured(watch, dataset):
     assert [begins for _, begins, *_ in watch.notes] == [True, False] * 6  # one is __iter__
     assert [note[-1] for note in watch.notes if len(note) == 4] == [False] * 4 + [True]
     if not isinstance(dataset, list):
-        assert (
-            loader.batch_time().all >= 4 * PAUSE * 0.8
-        )  # a stream has a fifth batch, without samples
+        # A stream has a fifth batch, without samples.
+        assert loader.batch_time().all >= 4 * PAUSE * 0.8
         assert loader.waited >= 16 * PAUSE
 
 

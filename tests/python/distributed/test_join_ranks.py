@@ -18,12 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 scenario = Scenarios()
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    scenario.play(tmp_path_factory.mktemp("processes"))
-    return scenario
-
-
 def fsdp1(**options):
     return FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), **options)
 
@@ -46,18 +40,25 @@ MODELS = {
 
 
 @scenario(*MODELS)
-def join_ranks_of_a_model(kind):
+def only_plain_shards_need_a_group(kind):
     network = MODELS[kind]()
     optimizer = ampfuse.AdamW(network.parameters(), max_grad_norm=1.0)
     scaler = ampfuse.GradScaler("cpu")
     joined = join_ranks(network, optimizer, scaler)
     expected = network.process_group if kind == "FSDP1" else None
-    groups = (joined.process_group, optimizer.process_group, scaler.process_group)
-    return {"right": all(one is expected for one in groups), "reason": joined.reason}
+    for one in (joined, optimizer, scaler):
+        assert one.process_group is expected
+    assert ("no group is needed" in joined.reason) == (kind != "FSDP1")
+    return {}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_only_plain_shards_need_a_group(kind):
+    scenario.results("only_plain_shards_need_a_group", kind)
 
 
 @scenario(None)
-def join_the_stages_of_a_pipeline(_):
+def stages_of_a_pipeline_skip_together(_):
     rank, stages = dist.get_rank(), group()
     network = nn.Linear(4, 4)
     stage = PipelineStage(network, rank, 2, torch.device("cpu"), group=stages)
@@ -68,12 +69,13 @@ def join_the_stages_of_a_pipeline(_):
         param.grad = torch.full_like(param, float("inf") if rank else 1.0)
     scaler.step(optimizer)
     scaler.update()
+    assert optimizer.process_group is scaler.process_group is stages
+    assert scaler.get_scale() == 2.0**15
+    assert scaler.was_skipped()
     alone = [dist.new_group([one]) for one in (0, 1)][rank]
     with pytest.raises(ValueError, match="expected one process group, got 2"):
         join_ranks(fsdp1(), optimizer, pipeline=SimpleNamespace(group=alone))
-    with pytest.raises(
-        TypeError, match=r"scaler: expected ampfuse\.GradScaler, got <class 'torch\.amp"
-    ):
+    with pytest.raises(TypeError, match=r"scaler: expected ampfuse\.GradScaler, got <class 'torch"):
         join_ranks(network, optimizer, torch.amp.GradScaler("cpu"), pipeline=stage)
     of_outliers = ampfuse.GradScaler("cpu", skip_outliers=6.0)
     with pytest.raises(ValueError, match="skip_outliers"):
@@ -86,37 +88,25 @@ def join_the_stages_of_a_pipeline(_):
     before = ampfuse.AdamW(network.parameters(), unscale="before")
     with pytest.raises(ValueError, match='unscale: expected "auto"'):
         join_ranks(network, before, pipeline=stage)
-    return {
-        "groups": optimizer.process_group is stages and scaler.process_group is stages,
-        "scale": scaler.get_scale(),
-        "skipped": scaler.was_skipped(),
-    }
+    return {}
 
 
-@scenario("zero")
-def join_a_zero_redundancy_optimizer(_):
+@scenario(None)
+def optimizer_within_a_zero_redundancy_optimizer_is_joined(_):
     network = nn.Linear(4, 4)
     optimizer = ZeroRedundancyOptimizer(network.parameters(), ampfuse.AdamW, lr=0.1)
     scaler = ampfuse.GradScaler("cpu")
     join_ranks(network, optimizer, scaler)
-    group = optimizer.process_group
-    return {"right": optimizer.optim.process_group is group and scaler.process_group is group}
+    assert optimizer.optim.process_group is scaler.process_group is optimizer.process_group
+    return {}
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_only_plain_shards_need_a_group(outcomes, kind):
-    for result in outcomes.results("join_ranks_of_a_model", kind):
-        assert result["right"]
-        assert ("no group is needed" in result["reason"]) == (kind != "FSDP1")
-
-
-def test_stages_of_a_pipeline_skip_together(outcomes):
-    for result in outcomes.results("join_the_stages_of_a_pipeline", None):
-        assert result["groups"]
-        assert result["scale"] == 2.0**15
-        assert result["skipped"]
-
-
-def test_optimizer_within_a_zero_redundancy_optimizer_is_joined(outcomes):
-    for result in outcomes.results("join_a_zero_redundancy_optimizer", "zero"):
-        assert result["right"]
+@pytest.mark.parametrize(
+    "claim",
+    [
+        "stages_of_a_pipeline_skip_together",
+        "optimizer_within_a_zero_redundancy_optimizer_is_joined",
+    ],
+)
+def test_on_two_ranks(claim):
+    scenario.results(claim, None)

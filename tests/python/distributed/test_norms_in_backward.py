@@ -13,9 +13,11 @@ from gradient_reads import GradientReads, Model, assert_same, train
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("bytes_at_once", [2**24, 1000])
+# Gradients are read together until they have so many bytes: all of them, or some.
+@pytest.mark.parametrize(
+    ("scaled", "passes", "bytes_at_once"),
+    [(True, 1, 2**24), (False, 1, 2**24), (True, 2, 2**24), (True, 2, 1000), (False, 1, 1000)],
+)
 def test_one_process_reads_gradients_once(device, scaled, passes, bytes_at_once, monkeypatch):
     monkeypatch.setattr(_collector, "BYTES_AT_ONCE", bytes_at_once)
     options = {"scaled": scaled, "passes": passes, "device": device}
@@ -46,50 +48,57 @@ def test_replaced_gradients_are_read(monkeypatch):
     assert 1 < found["reads"][0] < 1.1
 
 
-def test_backward_pass_after_one_that_raised_is_inspected():
-    model = Model()
+def stepped(optimizer, model):
+    """Return how often a step reads gradients."""
+    with GradientReads(model.parameters()) as counted:
+        optimizer.step()
+    return counted.read / counted.size
+
+
+@pytest.fixture
+def model():
+    return Model()
+
+
+@pytest.fixture
+def optimizer(model):
     optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
     norms_in_backward(model, optimizer)
-    inputs = torch.ones(1, 7, requires_grad=True)
-    hidden = model.first(inputs)
+    return optimizer
+
+
+INPUTS = torch.ones(1, 7)
+
+
+def test_backward_pass_after_one_that_raised_is_inspected(model, optimizer):
+    hidden = model.first(INPUTS)
     hidden.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model.last(hidden).sum().backward()
     optimizer.zero_grad()
-    model(torch.ones(1, 7)).sum().backward()
-    with GradientReads(model.parameters()) as counted:
-        optimizer.step()
-    assert counted.read == counted.size
+    model(INPUTS).sum().backward()
+    assert stepped(optimizer, model) == 1
 
 
-def test_gradients_are_freed_as_without_norms():
-    model = Model()
-    optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
-    norms_in_backward(model, optimizer)
-    model(torch.ones(1, 7)).sum().backward()
-    records = optimizer._backward_norms._records
+def test_gradients_are_freed_as_without_norms(model, optimizer):
+    model(INPUTS).sum().backward()
+    gradients = [weakref.ref(param.grad) for param in model.parameters()]
     optimizer.zero_grad()
-    assert records
-    assert all(record.unwritten() is None for record in records)
+    assert all(gradient() is None for gradient in gradients)
 
 
-def test_groups_with_limits_of_their_own_are_read_once():
-    model = Model()
+def test_groups_with_limits_of_their_own_are_read_once(model):
     groups = [{"params": layer.parameters(), "max_grad_norm": 0.5} for layer in model.children()]
     optimizer = ampfuse.AdamW(groups)
     norms_in_backward(model, optimizer)
     for _ in range(2):  # the first step checks the arguments of all groups before it writes any
-        model(torch.ones(1, 7)).sum().backward()
-        with GradientReads(model.parameters()) as counted:
-            optimizer.step()
+        model(INPUTS).sum().backward()
+        reads = stepped(optimizer, model)
         optimizer.zero_grad()
-    assert counted.read == counted.size
+    assert reads == 1
 
 
-def test_graph_of_a_backward_pass_is_freed():
-    model = Model()
-    optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
-    norms_in_backward(model, optimizer)
+def test_graph_of_a_backward_pass_is_freed(model, optimizer):
     inputs = torch.ones(1, 7)
     freed = weakref.ref(inputs)
     with warnings.catch_warnings():
@@ -102,44 +111,35 @@ def test_graph_of_a_backward_pass_is_freed():
     assert freed() is None
 
 
-def test_wrapped_optimizer_gets_the_norms_of_the_one_inside():
-    model = Model()
+def test_wrapped_optimizer_gets_norms_until_the_last_of_them_are_removed(model):
     optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
+    reads = []
+
+    def step():
+        model(INPUTS).sum().backward()
+        reads.append(stepped(optimizer, model))
+        optimizer.zero_grad()
+
+    step()
     norms = norms_in_backward(model, SimpleNamespace(optimizer=optimizer))
-    assert optimizer._backward_norms is not None
+    step()
     again = norms_in_backward(model, optimizer)
     norms.remove()
-    assert optimizer._backward_norms is not None
+    step()
     again.remove()
-    assert optimizer._backward_norms is None
+    step()
+    assert reads == [2, 1, 1, 2]
 
 
-def test_overflow_report_names_parameters_in_their_order():
-    model = Model()
-    optimizer, scaler = ampfuse.AdamW(model.parameters()), ampfuse.GradScaler("cpu")
-    norms_in_backward(model, optimizer)
-    scaler.scale(model(torch.ones(1, 7)).sum() * float("inf")).backward()
+def test_overflow_report_names_parameters_in_their_order(model, optimizer):
+    scaler = ampfuse.GradScaler("cpu")
+    scaler.scale(model(INPUTS).sum() * float("inf")).backward()
     scaler.step(optimizer)
     assert scaler.overflow_report(model) == [name for name, _ in model.named_parameters()]
 
 
-def test_removed_norms_are_computed_in_the_step_again():
-    model = Model()
-    optimizer = ampfuse.AdamW(model.parameters(), max_grad_norm=1.0)
-    norms_in_backward(model, optimizer).remove()
-    model(torch.ones(1, 7)).sum().backward()
-    with GradientReads(model.parameters()) as counted:
-        optimizer.step()
-    assert counted.read == 2 * counted.size
-
-
-def test_other_optimizers_are_refused():
-    model = Model()
+def test_other_optimizers_and_hooks_of_models_that_are_not_ddps_are_refused(model):
     with pytest.raises(TypeError, match=r"optimizer: expected ampfuse\.Adam or AdamW, got SGD"):
         norms_in_backward(model, torch.optim.SGD(model.parameters()))
-
-
-def test_comm_hook_of_a_model_that_is_not_ddps_is_refused():
-    model = Model()
     with pytest.raises(ValueError, match="comm_hook: expected None"):
         norms_in_backward(model, ampfuse.AdamW(model.parameters()), (None, bf16_compress_hook))

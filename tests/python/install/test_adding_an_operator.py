@@ -11,19 +11,18 @@ import pytest
 from packaging_tools import NVCC, ROOT, SITE, environment, run, source_files
 
 PAGE = (ROOT / "docs" / "adding_an_operator.md").read_text()
-COPY = (
-    Path(os.environ.get("AMPFUSE_SECOND_CHECKOUT", ROOT / "build" / "packaging")).parent / "recipe"
-)
+SECOND = Path(os.environ.get("AMPFUSE_SECOND_CHECKOUT", ROOT / "build" / "packaging"))
+COPY = SECOND.parent / "recipe"
 BUILD = COPY / "build"
 
 
-def new_files() -> dict[str, str]:
+def new_files():
     """Return the files that the page shows whole: `path` in a paragraph, then a block of code."""
-    blocks = re.findall(r"(?m)^`([^`]+/[^`]+)`[^\n]*:\n\n```\w+\n(.*?)^```$", PAGE, re.DOTALL)
-    return dict(blocks)
+    block = r"(?m)^`([^`]+/[^`]+)`[^\n]*:\n\n```\w+\n(.*?)^```$"
+    return dict(re.findall(block, PAGE, re.DOTALL))
 
 
-def changed(name: str, hunks: str) -> str:
+def changed(name, hunks):
     """Return a source file with the hunks of one block applied, each at its only place."""
     text = (ROOT / name).read_text()
     for hunk in hunks.split("@@\n")[1:]:
@@ -35,19 +34,19 @@ def changed(name: str, hunks: str) -> str:
     return text
 
 
-def changed_files() -> dict[str, str]:
+def changed_files():
     blocks = re.findall(r"(?m)^```diff\n--- a/(\S+)\n\+\+\+ b/\S+\n(.*?)^```$", PAGE, re.DOTALL)
     return {name: changed(name, hunks) for name, hunks in blocks}
 
 
-def test_operator_needs_at_most_ten_files_and_its_tests() -> None:
+def test_operator_needs_at_most_ten_files_and_its_tests():
     files = [*new_files(), *changed_files()]
     assert len([name for name in files if not name.startswith("tests/")]) == 10
     assert len(files) == 14
 
 
 @pytest.fixture(scope="module")
-def copy() -> Path:
+def copy():
     """A copy of the sources with the change, built for CPUs. Unchanged files keep their times."""
     change = new_files() | changed_files()
     run("git", "init", "--quiet", COPY)  # the rules of the layout read the files that git would add
@@ -74,27 +73,24 @@ def copy() -> Path:
     }
     given = [f"-D{name}={value}" for name, value in options.items()]
     run("cmake", "-S", COPY, "-B", BUILD, "-G", "Ninja", *given, env=environment())
-    targets = ("ampfuse", "_C", "ampfuse_cpp", "test_multi_tensor_negate_asan")
+    targets = ("ampfuse", "_C", "test_multi_tensor_negate_asan")
     run("cmake", "--build", BUILD, "--target", *targets, env=environment())
     run("cmake", "--install", BUILD, env=environment())
     return COPY
 
 
 @pytest.mark.slow
-def test_operator_passes_its_tests_and_the_rules_of_the_layout(copy: Path) -> None:
+def test_operator_passes_its_tests_and_the_rules_of_the_layout(copy):
     files = ["ops/test_multi_tensor_negate.py", "ops/test_dispatcher.py", "project/test_layout.py"]
-    out = run(
-        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-        *(copy / "tests" / "python" / file for file in files),
-        *("-k", "negate or layout"),
-        cwd=copy,
-        env=environment(PYTHONPATH=str(copy / "python"), AMPFUSE_BUILD="build"),
-    )
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    paths = [copy / "tests" / "python" / file for file in files]
+    env = environment(PYTHONPATH=str(copy / "python"), AMPFUSE_BUILD="build")
+    out = run(*command, *paths, "-k", "negate or layout", cwd=copy, env=env)
     assert " passed" in out
     run("ctest", "--test-dir", BUILD, "--no-tests=error", "-R", "test_multi_tensor_negate_asan")
 
 
-def test_code_of_the_page_is_formatted(tmp_path: Path) -> None:
+def test_code_of_the_page_is_formatted(tmp_path):
     formatter = shutil.which("clang-format")
     if formatter is None:
         pytest.skip("clang-format is not installed")
@@ -106,7 +102,7 @@ def test_code_of_the_page_is_formatted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
-def test_operators_cuda_source_compiles(copy: Path, tmp_path: Path) -> None:
+def test_operators_cuda_source_compiles(copy, tmp_path):
     torch_headers = SITE / "torch" / "include"
     includes = [copy / "csrc" / "include", BUILD / "include"]
     run(

@@ -13,11 +13,11 @@ from packaging_tools import NVCC, ROOT, environment, run
 pytestmark = pytest.mark.slow
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 TORCH = Path(torch.__file__).parent
+OF_TORCH = f"-DAMPFUSE_TORCH_ROOT={TORCH}"
+ON, OFF = "-DAMPFUSE_WITH_CUDA=ON", "-DAMPFUSE_WITH_CUDA=OFF"
 
 
-def configure(
-    folder: Path, *options: str, gpus: str = "", **variables: str
-) -> subprocess.CompletedProcess[str]:
+def configure(folder, *options, gpus="", **variables):
     """Run CMake with a fake nvidia-smi.
 
     `gpus` has the compute capability of one GPU per line, and is empty for a machine without GPUs.
@@ -34,12 +34,21 @@ def configure(
     return subprocess.run(command, text=True, capture_output=True, env=environment(**variables))
 
 
-def error_text(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the error output in one line, since CMake breaks lines anywhere."""
+def refused(folder, *options, **settings):
+    """Return why CMake fails, in one line, since it breaks lines anywhere."""
+    done = configure(folder, *options, **settings)
+    assert done.returncode != 0, done.stderr
     return " ".join(done.stderr.split())
 
 
-def pretend_torch(folder: Path, cuda: str) -> str:
+def accepted(folder, *options, **settings):
+    """Return what CMake reports when it succeeds, in one line."""
+    done = configure(folder, *options, **settings)
+    assert done.returncode == 0, done.stderr
+    return " ".join(done.stderr.split())
+
+
+def pretend_torch(folder, cuda):
     """Return the option for a torch with the files of the real one and another CUDA version."""
     root = folder / "torch"
     root.mkdir()
@@ -49,102 +58,52 @@ def pretend_torch(folder: Path, cuda: str) -> str:
     return f"-DAMPFUSE_TORCH_ROOT={root}"
 
 
-def without_nvcc() -> str:
+def without_nvcc():
     """Return the option that hides every nvcc from CMake."""
     folders = [folder for folder in os.environ["PATH"].split(":") if Path(folder, "nvcc").exists()]
     return f"-DCMAKE_IGNORE_PATH={';'.join(['/usr/local/cuda/bin', *folders])}"
 
 
-def test_option_on_without_nvcc_fails_and_reports_it(tmp_path: Path) -> None:
-    options = ["-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "'13.0'"), without_nvcc()]
-    done = configure(tmp_path, *options, CUDA_HOME="")
-    assert done.returncode != 0
-    message = error_text(done)
+def test_option_on_without_nvcc_fails_and_reports_it(tmp_path):
+    options = [ON, pretend_torch(tmp_path, "'13.0'"), without_nvcc()]
+    message = refused(tmp_path, *options, CUDA_HOME="")
     assert "since AMPFUSE_WITH_CUDA is ON, but no nvcc was found" in message
 
 
-def test_option_on_with_a_torch_without_cuda_fails_and_reports_it(tmp_path: Path) -> None:
-    done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "None"))
-    assert done.returncode != 0
-    assert "torch 2.11.0 is a CPU build" in error_text(done)
+def test_torch_without_cuda_has_no_kernels_and_is_refused_with_option_on(tmp_path):
+    cpu_torch = pretend_torch(tmp_path, "None")
+    assert "torch 2.11.0 is a CPU build" in refused(tmp_path, ON, cpu_torch)
+    report = accepted(tmp_path, "-UAMPFUSE_WITH_CUDA", cpu_torch, gpus="9.0")
+    assert "ampfuse: no CUDA kernels: torch 2.11.0 is a CPU build" in report
 
 
 @needs_nvcc
 @pytest.mark.parametrize("release", ["12.8", "13.1"])
-def test_option_of_a_compiler_is_refused_only_if_its_major_version_differs(
-    tmp_path: Path, release: str
-) -> None:
+def test_option_of_a_compiler_is_refused_only_if_its_major_version_differs(tmp_path, release):
     nvcc = tmp_path / "other" / "nvcc"
     nvcc.parent.mkdir()
     answer = f'[ "$1" = --version ] && echo "release {release}, V0" && exit'
     nvcc.write_text(f'#!/bin/sh\n{answer}\nexec {NVCC} "$@"\n')
     nvcc.chmod(0o755)
-    options = ["-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "'13.0'")]
-    done = configure(tmp_path, *options, f"-DCMAKE_CUDA_COMPILER={nvcc}", gpus="9.0")
+    options = [ON, pretend_torch(tmp_path, "'13.0'"), f"-DCMAKE_CUDA_COMPILER={nvcc}"]
     if release == "12.8":
-        assert done.returncode != 0
-        assert f"expected CUDA 13, as torch's, got {nvcc} with CUDA 12.8" in error_text(done)
+        message = refused(tmp_path, *options, gpus="9.0")
+        assert f"expected CUDA 13, as torch's, got {nvcc} with CUDA 12.8" in message
     else:
-        assert "CUDA 13.1 kernels" in done.stderr
+        assert "CUDA 13.1 kernels" in accepted(tmp_path, *options, gpus="9.0")
 
 
 @needs_nvcc
-def test_option_on_with_nvcc_of_another_cuda_fails_and_names_both(tmp_path: Path) -> None:
-    done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=ON", pretend_torch(tmp_path, "'99.1'"))
-    assert done.returncode != 0
-    message = error_text(done)
+def test_option_on_with_nvcc_of_another_cuda_fails_and_names_both(tmp_path):
+    message = refused(tmp_path, ON, pretend_torch(tmp_path, "'99.1'"))
     assert "torch 2.11.0 is built for CUDA 99.1, but" in message
     assert "nvcc has CUDA" in message
 
 
-def test_option_auto_goes_on_without_cuda_and_reports_why(tmp_path: Path) -> None:
-    done = configure(tmp_path, pretend_torch(tmp_path, "None"), gpus="9.0")
-    assert done.returncode == 0, done.stderr
-    assert "ampfuse: no CUDA kernels: torch 2.11.0 is a CPU build" in done.stderr
-
-
-def test_option_auto_builds_none_of_the_kernels_without_a_gpu(tmp_path: Path) -> None:
-    done = configure(tmp_path, pretend_torch(tmp_path, "'13.0'"))
-    assert done.returncode == 0, done.stderr
+def test_option_auto_builds_none_of_the_kernels_without_a_gpu(tmp_path):
+    report = accepted(tmp_path, pretend_torch(tmp_path, "'13.0'"))
     why = "there is no GPU here, and TORCH_CUDA_ARCH_LIST names none"
-    assert f"ampfuse: no CUDA kernels: {why}\n" in done.stderr
-
-
-@needs_nvcc
-def test_option_auto_chooses_the_architectures_of_the_gpus_present(tmp_path: Path) -> None:
-    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", gpus="9.0\\n8.6\\n9.0")
-    assert done.returncode == 0, done.stderr
-    assert "kernels for 90-real;86-real (" in done.stderr
-
-
-@needs_nvcc
-def test_gpus_too_old_for_this_cuda_are_named_and_left_out(tmp_path: Path) -> None:
-    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", gpus="5.2\\n9.0")
-    assert done.returncode == 0, done.stderr
-    assert "does not compile for the GPU of compute capability 5.2" in error_text(done)
-    assert "kernels for 90-real (" in done.stderr
-    (tmp_path / "build" / "CMakeCache.txt").unlink()
-    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", gpus="5.2")
-    assert done.returncode == 0, done.stderr
-    assert "ampfuse: no CUDA kernels: CUDA" in done.stderr
-    assert "does not compile for any GPU that is here" in done.stderr
-
-
-@needs_nvcc
-def test_option_for_gpus_is_used_where_nvidia_smi_reports_none(tmp_path: Path) -> None:
-    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", "-DAMPFUSE_GPUS=8.6;9.0")
-    assert done.returncode == 0, done.stderr
-    assert "kernels for 86-real;90-real (" in done.stderr
-
-
-def test_build_folder_may_be_a_symbolic_link(tmp_path: Path) -> None:
-    (tmp_path / "far" / "away").mkdir(parents=True)
-    (tmp_path / "build").symlink_to(tmp_path / "far" / "away")
-    done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=OFF", f"-DAMPFUSE_TORCH_ROOT={TORCH}")
-    assert done.returncode == 0, done.stderr
-    batch = tmp_path / "build" / "batches" / "ampfuse_1.cpp"
-    for name in re.findall(r'#include "(.*)"', batch.read_text()):
-        assert (tmp_path / "far" / "away" / "batches" / name).is_file()
+    assert f"ampfuse: no CUDA kernels: {why}" in report
 
 
 @pytest.mark.parametrize(
@@ -154,20 +113,25 @@ def test_build_folder_may_be_a_symbolic_link(tmp_path: Path) -> None:
         ("", "8.6", "TORCH_CUDA_ARCH_LIST is 8.6"),
     ],
 )
-def test_option_auto_without_nvcc_fails_and_lists_the_remedies(
-    tmp_path: Path, gpus: str, archs: str, because: str
-) -> None:
+def test_option_auto_without_nvcc_fails_and_lists_the_remedies(tmp_path, gpus, archs, because):
     options = [pretend_torch(tmp_path, "'13.0'"), without_nvcc()]
-    done = configure(tmp_path, *options, gpus=gpus, CUDA_HOME="", TORCH_CUDA_ARCH_LIST=archs)
-    assert done.returncode != 0
-    message = error_text(done)
+    message = refused(tmp_path, *options, gpus=gpus, CUDA_HOME="", TORCH_CUDA_ARCH_LIST=archs)
     assert f"CUDA kernels are wanted, since {because}, but no nvcc was found. Do" in message
     assert "have nvcc fetched from Python packages: AMPFUSE_FETCH_NVCC=ON" in message
     assert "install the toolkit of CUDA 13.0" in message
     assert "leave the kernels out: AMPFUSE_WITH_CUDA=OFF" in message
 
 
-def environment_whose_pip(folder: Path, script: str) -> str:
+def test_build_folder_may_be_a_symbolic_link(tmp_path):
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "build").symlink_to(tmp_path / "far" / "away")
+    accepted(tmp_path, OFF, OF_TORCH)
+    batch = tmp_path / "build" / "batches" / "ampfuse_1.cpp"
+    for name in re.findall(r'#include "(.*)"', batch.read_text()):
+        assert (tmp_path / "far" / "away" / "batches" / name).is_file()
+
+
+def environment_whose_pip(folder, script):
     """Return the option for a build in an environment whose pip is `script`."""
     run(sys.executable, "-m", "venv", "--without-pip", folder / "env")
     python = folder / "env" / "bin" / "python"
@@ -179,7 +143,7 @@ def environment_whose_pip(folder: Path, script: str) -> str:
 
 
 @needs_nvcc
-def test_nvcc_is_fetched_on_request(tmp_path: Path) -> None:
+def test_nvcc_is_fetched_on_request(tmp_path):
     python = environment_whose_pip(
         tmp_path,
         "import pathlib, sys, sysconfig\n"
@@ -195,24 +159,26 @@ def test_nvcc_is_fetched_on_request(tmp_path: Path) -> None:
     assert "kernels for 90-real (" in done.stderr
 
 
-def test_failure_to_fetch_nvcc_is_reported_with_the_remedy(tmp_path: Path) -> None:
+def test_failure_to_fetch_nvcc_is_reported_with_the_remedy(tmp_path):
     python = environment_whose_pip(tmp_path, "import sys; sys.exit('no network')")
     options = [pretend_torch(tmp_path, "'13.0'"), without_nvcc(), "-DAMPFUSE_FETCH_NVCC=ON", python]
-    done = configure(tmp_path, *options, gpus="9.0", CUDA_HOME="")
-    assert done.returncode != 0
-    assert "no network" in done.stderr
-    assert "no nvcc was found, and none could be fetched (see above)" in error_text(done)
-    assert "leave the kernels out: AMPFUSE_WITH_CUDA=OFF" in error_text(done)
+    message = refused(tmp_path, *options, gpus="9.0", CUDA_HOME="")
+    assert "no network" in message
+    assert "no nvcc was found, and none could be fetched (see above)" in message
+    assert "leave the kernels out: AMPFUSE_WITH_CUDA=OFF" in message
 
 
-def test_option_off_needs_no_toolkit(tmp_path: Path) -> None:
-    options = ["-DAMPFUSE_WITH_CUDA=OFF", f"-DAMPFUSE_TORCH_ROOT={TORCH}", without_nvcc()]
-    done = configure(tmp_path, *options, CUDA_HOME="")
-    assert done.returncode == 0, done.stderr
-    assert "ampfuse: no CUDA kernels: it was switched off" in done.stderr
+def test_option_off_needs_no_toolkit(tmp_path):
+    report = accepted(tmp_path, OFF, OF_TORCH, without_nvcc(), CUDA_HOME="")
+    assert "ampfuse: no CUDA kernels: it was switched off" in report
 
 
-def test_libtorch_archive_is_found_without_python(tmp_path: Path) -> None:
+def test_unknown_value_of_the_option_is_refused(tmp_path):
+    message = refused(tmp_path, "-DAMPFUSE_WITH_CUDA=MAYBE", OF_TORCH)
+    assert "expected AUTO, ON or OFF, got MAYBE" in message
+
+
+def test_libtorch_archive_is_found_without_python(tmp_path):
     # The archive has the version in build-version, and no version.py.
     archive = tmp_path / "libtorch"
     archive.mkdir()
@@ -220,104 +186,83 @@ def test_libtorch_archive_is_found_without_python(tmp_path: Path) -> None:
         (archive / name).symlink_to(TORCH / name)
     (archive / "build-version").write_text(f"{torch.__version__}\n")
     no_python = "-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON"
-    options = [f"-DCMAKE_PREFIX_PATH={archive}", "-DAMPFUSE_WITH_CUDA=OFF", no_python]
-    build = tmp_path / "build"
-    run("cmake", "--preset", "release", "-B", build, *options, cwd=ROOT, env=environment())
-    config = (build / "ampfuseConfig.cmake").read_text()
-    assert f'AMPFUSE_BUILT_FOR_TORCH "{torch.__version__.partition("+")[0]}"' in config
-    assert f'AMPFUSE_TORCH_HINT "{archive}"' in config
-
-
-@pytest.mark.parametrize("preset", ["dev", "release", "asan"])
-def test_presets_configure(tmp_path: Path, preset: str) -> None:
-    command = ["cmake", "--preset", preset, "-B", tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}"]
-    command += ["-DAMPFUSE_WITH_CUDA=OFF"]
-    done = subprocess.run(command, text=True, capture_output=True, cwd=ROOT, env=environment())
-    assert done.returncode == 0, done.stderr
-
-
-def test_unknown_value_of_the_option_is_refused(tmp_path: Path) -> None:
-    done = configure(tmp_path, "-DAMPFUSE_WITH_CUDA=MAYBE", f"-DAMPFUSE_TORCH_ROOT={TORCH}")
-    assert done.returncode != 0
-    assert "expected AUTO, ON or OFF, got MAYBE" in done.stderr
+    accepted(tmp_path, f"-DCMAKE_PREFIX_PATH={archive}", OFF, no_python)
 
 
 @needs_nvcc
-@pytest.mark.parametrize(
-    ("asked", "got"),
-    [
-        ("8.0", "80-real"),
-        ("8.0 9.0+PTX", "80-real;90"),
-        ("8.6;9.0a", "86-real;90a-real"),
-        ("10.0f,12.0f+PTX", "100f-real;120f"),
-    ],
-)
-def test_torch_cuda_arch_list_chooses_the_architectures(
-    tmp_path: Path, asked: str, got: str
-) -> None:
-    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", TORCH_CUDA_ARCH_LIST=asked)
-    assert done.returncode == 0, done.stderr
-    assert f"kernels for {got} (" in done.stderr
-
-
-@needs_nvcc
-@pytest.mark.parametrize(
-    ("asked", "answer"),
-    [("Hopper", "expected entries like 9.0"), ("9.0 5.2", "got 5.2")],
-)
-def test_unknown_architecture_is_refused(tmp_path: Path, asked: str, answer: str) -> None:
-    done = configure(tmp_path, f"-DAMPFUSE_TORCH_ROOT={TORCH}", TORCH_CUDA_ARCH_LIST=asked)
-    assert done.returncode != 0
-    assert answer in error_text(done)
-
-
-@needs_nvcc
-@pytest.mark.parametrize(
-    ("torch_archs", "got"),
-    [
-        (
-            "sm_50 sm_80 sm_120 sm_90",
-            "80-real;90-real;120",
-        ),  # sm_50 is too old, the rest unsorted
-        ("", "75-real;80-real;86-real;90-real;100-real;120"),
-    ],
-)
-@pytest.mark.parametrize("gpus", ["", "8.6"])
-def test_option_on_chooses_all_architectures_of_torch_whatever_gpu_is_present(
-    tmp_path: Path, torch_archs: str, got: str, gpus: str
-) -> None:
-    options = ["-DAMPFUSE_WITH_CUDA=ON", f"-DAMPFUSE_TORCH_ROOT={TORCH}"]
-    done = configure(tmp_path, *options, f"-DAMPFUSE_TORCH_ARCHS={torch_archs}", gpus=gpus)
-    assert done.returncode == 0, done.stderr
-    assert f"kernels for {got} (" in done.stderr
-
-
-@needs_nvcc
-def test_architectures_are_chosen_anew_at_each_configure(tmp_path: Path) -> None:
-    options = ["-DAMPFUSE_WITH_CUDA=ON", f"-DAMPFUSE_TORCH_ROOT={TORCH}"]
-    configure(tmp_path, *options, TORCH_CUDA_ARCH_LIST="8.6")
-    done = configure(tmp_path, "-DAMPFUSE_TORCH_ARCHS=sm_80 sm_90")
-    assert "kernels for 80-real;90 (" in done.stderr
-    done = configure(tmp_path, "-DAMPFUSE_TORCH_ARCHS=sm_90 sm_100")
-    assert "kernels for 90-real;100 (" in done.stderr
-
-
-@needs_nvcc
-def test_nvcc_is_found_among_packages_of_another_environment(tmp_path: Path) -> None:
+def test_nvcc_is_found_among_packages_of_another_environment(tmp_path):
     packages = tmp_path / "site-packages" / "nvidia"
     (packages / "cu13").mkdir(parents=True)
     toolkit = Path(str(NVCC)).resolve().parents[1]
     for name in toolkit.iterdir():
         (packages / "cu13" / name.name).symlink_to(name)
     options = [f"-DAMPFUSE_NVIDIA_PACKAGES={packages}", pretend_torch(tmp_path, "'13.0'")]
-    done = configure(tmp_path, *options, without_nvcc(), gpus="9.0", CUDA_HOME="")
-    assert done.returncode == 0, done.stderr
-    assert "ampfuse: CUDA 13.0 kernels" in done.stderr
+    report = accepted(tmp_path, *options, without_nvcc(), gpus="9.0", CUDA_HOME="")
+    assert "ampfuse: CUDA 13.0 kernels" in report
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory):
+    """Return a configured folder. Most time goes into the first look at the compilers."""
+    folder = tmp_path_factory.mktemp("configured")
+    accepted(folder, OF_TORCH, gpus="9.0", CUDAFLAGS="-DFROM_THE_USER")
+    return folder
 
 
 @needs_nvcc
-def test_flags_of_the_user_reach_the_compiler(tmp_path: Path) -> None:
-    torch_root = f"-DAMPFUSE_TORCH_ROOT={TORCH}"
-    done = configure(tmp_path, torch_root, gpus="9.0", CUDAFLAGS="-DFROM_THE_USER")
-    assert done.returncode == 0, done.stderr
-    assert "-DFROM_THE_USER" in (tmp_path / "build" / "build.ninja").read_text()
+def test_flags_of_the_user_reach_the_compiler(configured):
+    assert "-DFROM_THE_USER" in (configured / "build" / "build.ninja").read_text()
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("gpus", "option", "asked", "kernels"),
+    [
+        ("9.0\\n8.6\\n9.0", "", "", "90-real;86-real"),
+        ("", "-DAMPFUSE_GPUS=8.6;9.0", "", "86-real;90-real"),
+        ("", "", "8.0", "80-real"),
+        ("", "", "8.0 9.0+PTX", "80-real;90"),
+        ("", "", "8.6;9.0a", "86-real;90a-real"),
+        ("", "", "10.0f,12.0f+PTX", "100f-real;120f"),
+        # The option ON is for other machines, so that the GPU that is here means nothing. sm_50 is
+        # too old.
+        ("", "-DAMPFUSE_TORCH_ARCHS=sm_50 sm_80 sm_120 sm_90", "", "80-real;90-real;120"),
+        ("8.6", "-DAMPFUSE_TORCH_ARCHS=sm_80 sm_90", "", "80-real;90"),
+        ("8.6", ON, "", "75-real;80-real;86-real;90-real;100-real;120"),
+        ("", ON, "", "75-real;80-real;86-real;90-real;100-real;120"),
+    ],
+)
+def test_architectures_are_chosen_anew_at_each_configure(configured, gpus, option, asked, kernels):
+    options = ["-UAMPFUSE_*", OF_TORCH, *([option] if option else [])]
+    if "TORCH_ARCHS" in option:
+        options.append(ON)
+    report = accepted(configured, *options, gpus=gpus, TORCH_CUDA_ARCH_LIST=asked)
+    assert f"kernels for {kernels} (" in report
+
+
+@needs_nvcc
+def test_changed_option_counts_in_a_configured_folder(configured):
+    options = ["-UAMPFUSE_*", ON, OF_TORCH]
+    configure(configured, *options, TORCH_CUDA_ARCH_LIST="8.6")
+    for archs, kernels in {"sm_80 sm_90": "80-real;90", "sm_90 sm_100": "90-real;100"}.items():
+        report = accepted(configured, f"-DAMPFUSE_TORCH_ARCHS={archs}")
+        assert f"kernels for {kernels} (" in report
+
+
+@needs_nvcc
+def test_gpus_too_old_for_this_cuda_are_named_and_left_out(configured):
+    report = accepted(configured, "-UAMPFUSE_*", OF_TORCH, gpus="5.2\\n9.0")
+    assert "does not compile for the GPU of compute capability 5.2" in report
+    assert "kernels for 90-real (" in report
+    report = accepted(configured, "-UAMPFUSE_*", OF_TORCH, gpus="5.2")
+    assert "ampfuse: no CUDA kernels: CUDA" in report
+    assert "does not compile for any GPU that is here" in report
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("asked", "answer"), [("Hopper", "expected entries like 9.0"), ("9.0 5.2", "got 5.2")]
+)
+def test_unknown_architecture_is_refused(configured, asked, answer):
+    options = ["-UAMPFUSE_*", OF_TORCH]
+    assert answer in refused(configured, *options, TORCH_CUDA_ARCH_LIST=asked)

@@ -1,14 +1,13 @@
 """tools/environment.py: the packages that `make` installs on a machine that lacks them."""
 
-import importlib.util
 import os
 import shutil
 from pathlib import Path
-from types import ModuleType
 
+import environment
 import pytest
+from packaging_tools import ROOT
 
-ENVIRONMENT = Path(__file__).parents[3] / "tools" / "environment.py"
 # Like the real `apt-get download`, this leaves packages in the current folder, with a header each.
 APT_GET = """#!/bin/sh
 shift 3
@@ -23,19 +22,9 @@ done
 """
 
 
-@pytest.fixture
-def environment() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("environment", ENVIRONMENT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_extras_match_pyproject(environment: ModuleType) -> None:
+def test_extras_match_pyproject():
     tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((ENVIRONMENT.parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     listed = project["optional-dependencies"]
     for extras in (environment.EXTRAS, ["frameworks"]):
         expected = sorted({name for extra in extras for name in listed[extra]})
@@ -43,12 +32,10 @@ def test_extras_match_pyproject(environment: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("settings", ["", "global.index-url='https://mirror'"])
-def test_pip_is_used_instead_of_uv_if_its_settings_name_an_index(
-    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, settings: str
-) -> None:
-    commands: list[list[str]] = []
+def test_pip_is_used_instead_of_uv_if_its_settings_name_an_index(monkeypatch, settings):
+    commands = []
 
-    def succeeds(command: list[str | Path]) -> bool:
+    def succeeds(command):
         commands.append([str(part) for part in command])
         return True
 
@@ -62,12 +49,7 @@ def test_pip_is_used_instead_of_uv_if_its_settings_name_an_index(
 
 
 @pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="not Debian's kind of system")
-def test_headers_are_unpacked_before_the_environment_exists(
-    environment: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_headers_are_unpacked_before_the_environment_exists(tmp_path, monkeypatch, capsys):
     apt_get = tmp_path / "bin" / "apt-get"
     apt_get.parent.mkdir()
     apt_get.write_text(APT_GET)

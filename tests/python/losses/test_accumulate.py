@@ -1,11 +1,14 @@
 """`ampfuse.accumulate`: the gradients of micro-batches are those of the whole batch."""
 
+from functools import partial
+
 import ampfuse
 import pytest
 import torch
 import torch.distributed as dist
 from processes import Scenarios
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -15,11 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 scenario = Scenarios()
 CLASSES = 7
-
-
-@pytest.fixture(scope="module", autouse=True)
-def played(tmp_path_factory):
-    scenario.play(tmp_path_factory.mktemp("accumulate"))
+SIZES = (4, 10, 1, 8)
+WEIGHTS = torch.linspace(0.5, 3, CLASSES).double()
 
 
 def made():
@@ -35,75 +35,43 @@ def batch(size=23):
     return torch.randn(size, 5).double(), targets
 
 
-def parts_of(batch, sizes=(4, 10, 1, 8)):
+def parts_of(batch, sizes=SIZES):
     return list(zip(*(one.split(sizes) for one in batch), strict=True))
-
-
-def test_uint8_targets_of_class_156_are_counted():
-    """In uint8, the ignored -100 would be 156."""
-    targets = torch.tensor([156, 3, 156, 7], dtype=torch.uint8)
-    logits = torch.randn(4, 200, requires_grad=True)
-
-    def loss_of(part, count):
-        return ampfuse.cross_entropy(*part, denominator=count)
-
-    halves = list(zip(logits.split(2), targets.split(2), strict=True))
-    losses = [ampfuse.accumulate(loss_of, parts) for parts in (halves, [(logits, targets)])]
-
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(losses[0], functional.cross_entropy(logits, targets.long()))
 
 
 def grads(model):
     return [param.grad for param in model.parameters()]
 
 
-def expected(loss_of, batch):
-    """Return loss and gradients of the whole batch, in float64."""
-    model = made()
-    loss = loss_of(model, batch)
-    loss.backward()
-    return loss.detach(), grads(model)
+def torchs(model, part, **options):
+    return functional.cross_entropy(model(part[0]), part[1], **options)
 
 
-WEIGHTS = torch.linspace(0.5, 3, CLASSES).double()
-# For each loss: of the whole batch in torch, of a micro-batch, and what is counted.
+def ampfuses(model, part, n=None, **options):
+    return ampfuse.cross_entropy(model(part[0]), part[1], denominator=n, **options)
+
+
+def linear(model, part, n):
+    hidden, last = model[:2](part[0]), model[2]
+    return ampfuse.linear_cross_entropy(hidden, last.weight, part[1], last.bias, denominator=n)
+
+
+SMOOTHED = partial(ampfuses, label_smoothing=0.1, z_loss=0.01)
+# For each loss: of the whole batch, of a micro-batch, and what is counted.
 LOSSES = {
-    "ampfuse.cross_entropy": (
-        lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
-        lambda model, part, n: ampfuse.cross_entropy(model(part[0]), part[1], denominator=n),
-        None,
-    ),
+    "ampfuse.cross_entropy": (torchs, ampfuses, None),
     "torch's cross_entropy": (
-        lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
-        lambda model, part, n: (
-            functional.cross_entropy(model(part[0]), part[1], reduction="sum") / n
-        ),
+        torchs,
+        lambda m, part, n: torchs(m, part, reduction="sum") / n,
         None,
     ),
-    "linear_cross_entropy": (
-        lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
-        lambda model, part, n: ampfuse.linear_cross_entropy(
-            model[:2](part[0]), model[2].weight, part[1], bias=model[2].bias, denominator=n
-        ),
-        None,
-    ),
+    "linear_cross_entropy": (torchs, linear, None),
     "class weights": (
-        lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1], WEIGHTS),
-        lambda model, part, n: ampfuse.cross_entropy(
-            model(part[0]), part[1], WEIGHTS, denominator=n
-        ),
+        partial(torchs, weight=WEIGHTS),
+        partial(ampfuses, weight=WEIGHTS),
         lambda part: WEIGHTS[part[1][part[1] >= 0]].sum(),
     ),
-    "label smoothing and z-loss": (
-        lambda model, batch: ampfuse.cross_entropy(
-            model(batch[0]), batch[1], label_smoothing=0.1, z_loss=0.01
-        ),
-        lambda model, part, n: ampfuse.cross_entropy(
-            model(part[0]), part[1], label_smoothing=0.1, z_loss=0.01, denominator=n
-        ),
-        None,
-    ),
+    "label smoothing and z-loss": (SMOOTHED, SMOOTHED, None),
     "squared error, counted as a number": (
         lambda model, batch: model(batch[0]).square().mean(),
         lambda model, part, n: model(part[0]).square().sum() / n,
@@ -117,77 +85,48 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(23,), (4, 10, 1, 8), (1,) * 23])
+def expected(kind, batch):
+    """Return loss and gradients of the whole batch."""
+    model = made()
+    loss = LOSSES[kind][0](model, batch)
+    loss.backward()
+    return loss.detach(), grads(model)
+
+
+def accumulated(kind, parts, net, **options):
+    _, of_part, count = LOSSES[kind]
+    return ampfuse.accumulate(lambda part, n: of_part(net, part, n), parts, count=count, **options)
+
+
 @pytest.mark.parametrize("kind", LOSSES)
-def test_loss_and_gradients_are_those_of_the_whole_batch(kind, sizes):
-    of_whole, of_part, count = LOSSES[kind]
-    loss, reference = expected(of_whole, batch())
-    model = made()
-    result = ampfuse.accumulate(
-        lambda part, n: of_part(model, part, n), parts_of(batch(), sizes), count=count
-    )
-    assert not result.requires_grad
-    torch.testing.assert_close(result, loss)
-    torch.testing.assert_close(grads(model), reference)
+def test_loss_and_gradients_are_those_of_the_whole_batch(kind):
+    loss, reference = expected(kind, batch())
+    for sizes in ((23,), SIZES, (1,) * 23):  # the last ones have micro-batches without targets
+        model = made()
+        for times in (1, 2):  # gradients are added to those that are there
+            result = accumulated(kind, iter(parts_of(batch(), sizes)), model)
+            assert not result.requires_grad
+            torch.testing.assert_close(result, loss)
+            torch.testing.assert_close(grads(model), [times * grad for grad in reference])
 
 
-def test_language_model_with_labels_shifted_by_one():
-    torch.manual_seed(0)
-    tokens = torch.randint(CLASSES, (6, 9))
-    labels = tokens.clone()
-    for row, length in enumerate([9, 2, 5, 9, 3, 1]):
-        labels[row, length:] = -100
+def test_uint8_targets_of_class_156_are_counted():
+    """In uint8, the ignored -100 would be 156."""
+    targets = torch.tensor([156, 3, 156, 7], dtype=torch.uint8)
+    logits = torch.randn(4, 200, requires_grad=True)
 
-    def made():
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES, bias=False)).double()
+    def loss_of(part, count):
+        return ampfuse.cross_entropy(*part, denominator=count)
 
-    whole, model = made(), made()
-    logits = whole(tokens)[:, :-1]
-    expected = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-    expected.backward()
-
-    def step(part, n):
-        hidden = model[0](part["input_ids"])[:, :-1].flatten(0, 1)
-        return ampfuse.linear_cross_entropy(
-            hidden, model[1].weight, part["labels"][:, 1:].flatten(), denominator=n
-        )
-
-    rows = zip(tokens.split(2), labels.split(2), strict=True)
-    loss = ampfuse.accumulate(
-        step,
-        [{"input_ids": ids, "labels": of_part} for ids, of_part in rows],
-        count=lambda part: (part["labels"][:, 1:] != -100).sum(),
-    )
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(grads(model), grads(whole))
-
-
-def test_micro_batches_without_targets_change_nothing():
-    inputs, targets = batch()
-    targets[4:15] = -100
-    of_whole, of_part, _ = LOSSES["ampfuse.cross_entropy"]
-    loss, reference = expected(of_whole, (inputs, targets))
-    model = made()
-    result = ampfuse.accumulate(
-        lambda part, n: of_part(model, part, n), iter(parts_of((inputs, targets)))
-    )
-    torch.testing.assert_close(result, loss)
-    torch.testing.assert_close(grads(model), reference)
-
-
-def test_gradients_are_added_to_those_that_are_there():
-    of_whole, of_part, _ = LOSSES["ampfuse.cross_entropy"]
-    _, reference = expected(of_whole, batch())
-    model = made()
-    for _ in range(2):
-        ampfuse.accumulate(lambda part, n: of_part(model, part, n), parts_of(batch()))
-    torch.testing.assert_close(grads(model), [2 * grad for grad in reference])
+    right = functional.cross_entropy(logits, targets.long()).detach()
+    for sizes in ((4,), (2, 2)):
+        loss = ampfuse.accumulate(loss_of, parts_of((logits, targets), sizes))
+        torch.testing.assert_close(loss, right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_scaler_steps_once_with_the_gradients_of_the_whole_batch(dtype):
-    def train(sizes):
+    def norms(is_accumulated):
         model = made().float()
         optimizer = ampfuse.AdamW(model.parameters(), lr=0.1)
         scaler = ampfuse.GradScaler("cpu", init_scale=2.0**10, history=4)
@@ -198,50 +137,52 @@ def test_scaler_steps_once_with_the_gradients_of_the_whole_batch(dtype):
                 return criterion(model(part[0].float()), part[1], denominator=n)
 
         for _ in range(3):
-            ampfuse.accumulate(step, parts_of(batch(), sizes), scaler=scaler)
+            if is_accumulated:
+                ampfuse.accumulate(step, parts_of(batch()), scaler=scaler)
+            else:
+                scaler.scale(step(batch(), None)).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
         return [record.norm for record in scaler.history()]
 
     rounding = 20 * torch.finfo(dtype).eps
-    assert train((4, 10, 1, 8)) == pytest.approx(train((23,)), rel=rounding)
+    assert norms(True) == pytest.approx(norms(False), rel=rounding)
 
 
 def test_compiled_step_is_not_compiled_again_for_another_count():
-    model, compilations = made(), []
-
-    def backend(graph, _):
-        compilations.append(graph)
-        return graph.forward
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def step(part, n):
-        return ampfuse.cross_entropy(model(part[0]), part[1], denominator=n)
-
+    counter = CompileCounter()
+    step = torch.compile(partial(ampfuses, made()), backend=counter, fullgraph=True)
     inputs, targets = batch(24)
     for ignored in range(3):
         targets[:ignored] = -100
         ampfuse.accumulate(step, parts_of((inputs, targets), 8))
-    assert len(compilations) == 1
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "count", "error", "message"),
+    ("micro_batches", "error", "message"),
     [
-        ([], None, ValueError, "micro_batches: expected at least one, got none"),
-        ([torch.ones(3)], None, TypeError, r"got a tensor of torch.float32 of shape \[3\]; pass"),
-        ([{"labels": 1}], None, TypeError, "got dict with labels; pass count="),
-        ([(torch.ones(3), torch.ones(3))], None, TypeError, "got tuple of a tensor of"),
-        ([1], lambda _: 1, TypeError, "step: expected a loss, got NoneType"),
+        ([], ValueError, "micro_batches: expected at least one, got none"),
+        ([torch.ones(3)], TypeError, r"got a tensor of torch.float32 of shape \[3\]; pass"),
+        ([{"labels": 1}], TypeError, "got dict with labels; pass count="),
+        ([(torch.ones(3), torch.ones(3))], TypeError, "got tuple of a tensor of"),
+        (parts_of(batch()), TypeError, "step: expected a loss, got NoneType"),
     ],
 )
-def test_mistakes_are_named(micro_batches, count, error, message):
+def test_mistakes_are_named(micro_batches, error, message):
     with pytest.raises(error, match=message):
-        ampfuse.accumulate(lambda *_: None, micro_batches, count=count)
+        ampfuse.accumulate(lambda *_: None, micro_batches)
 
 
 # --- several ranks --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Run the scenarios, and return the function that looks up their results."""
+    scenario.play(tmp_path_factory.mktemp("accumulate"))
+    return scenario.results
 
 
 def own_parts():
@@ -250,7 +191,14 @@ def own_parts():
     return parts[2:] if dist.get_rank() else parts[:2]
 
 
-@scenario("DDP", "DDP with class weights", "fully_shard")
+KINDS_OF_RANKS = {
+    "DDP": "ampfuse.cross_entropy",
+    "DDP with class weights": "class weights",
+    "fully_shard": "ampfuse.cross_entropy",
+}
+
+
+@scenario(*KINDS_OF_RANKS)
 def ranks(kind):
     model = made()
     options, sent = {}, []
@@ -266,24 +214,17 @@ def ranks(kind):
             return allreduce_hook(None, bucket)
 
         model.register_comm_hook(None, hook)
-    loss = "class weights" if "weights" in kind else "ampfuse.cross_entropy"
-    _, of_part, count = LOSSES[loss]
-    result = ampfuse.accumulate(
-        lambda part, n: of_part(model, part, n), own_parts(), count=count, model=model, **options
-    )
+    result = accumulated(KINDS_OF_RANKS[kind], own_parts(), model, model=model, **options)
     dist.all_reduce(result)
-    found = [
-        grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in grads(model)
-    ]
+    found = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads(model)]
     return {"loss": result / 2, "grads": found, "sent": sent}
 
 
-@pytest.mark.parametrize("kind", ["DDP", "DDP with class weights", "fully_shard"])
-def test_ranks_with_different_numbers_of_targets_equal_one_process(kind):
-    loss = "class weights" if "weights" in kind else "ampfuse.cross_entropy"
-    reference_loss, reference = expected(LOSSES[loss][0], batch())
-    for result in scenario.results("ranks", kind):
-        torch.testing.assert_close(result["loss"], reference_loss)
+@pytest.mark.parametrize("kind", KINDS_OF_RANKS)
+def test_ranks_with_different_numbers_of_targets_equal_one_process(outcomes, kind):
+    loss, reference = expected(KINDS_OF_RANKS[kind], batch())
+    for result in outcomes("ranks", kind):
+        torch.testing.assert_close(result["loss"], loss)
         torch.testing.assert_close(result["grads"], reference)
         assert len(result["sent"]) == (0 if kind == "fully_shard" else 1)
 
@@ -303,6 +244,6 @@ def missing(kind):
 
 
 @pytest.mark.parametrize("kind", ["fully_shard", "FullyShardedDataParallel"])
-def test_group_of_a_sharded_model_is_asked_for(kind):
-    for result in scenario.results("missing", kind):
+def test_group_of_a_sharded_model_is_asked_for(outcomes, kind):
+    for result in outcomes("missing", kind):
         assert "pass process_group= for a sharded model" in result["error"]

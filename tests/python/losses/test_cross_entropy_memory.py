@@ -3,11 +3,13 @@
 import ampfuse
 import pytest
 import torch
+from cross_entropy_samples import batch
 from harness.memory import extra_peak as peak
 from torch.nn import functional
 
-ROWS, CLASSES = 1024, 4096
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+SHAPE = ROWS, CLASSES = (1024, 4096)
+DTYPES = [torch.bfloat16, torch.float32]
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def few(device):
@@ -16,66 +18,71 @@ def few(device):
     return 96 * ROWS + 8 * CLASSES * threads + 2**14
 
 
-def batch(device, dtype):
-    """Return logits, their size in bytes, and targets."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(ROWS, CLASSES, generator=generator).to(device, dtype).requires_grad_()
-    target = torch.randint(CLASSES, (ROWS,), generator=generator).to(device)
-    target[::7] = -100
+def some_ignored(device, dtype, shape=SHAPE):
+    """Return logits, their size in bytes, and targets of which every seventh is ignored."""
+    logits, target = batch(device, shape, dtype)
+    target.view(-1)[::7] = -100
     return logits, logits.numel() * logits.element_size(), target
+
+
+def backward_of(*arguments, upstream=1.0, **options):
+    """Return a function that calls cross_entropy and runs backward."""
+
+    def step():
+        loss = ampfuse.cross_entropy(*arguments, **options)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        if loss.requires_grad:
+            loss.backward(torch.full_like(loss, upstream))
+
+    return step
 
 
 CALLS = {
     "mean": {},
     "sum": {"reduction": "sum"},
     "none": {"reduction": "none"},  # its gradient is computed in backward
-    "class weights": {"weight": torch.ones(CLASSES), "label_smoothing": 0.1},
+    "class weights": {"label_smoothing": 0.1},
     "metrics": {"return_metrics": True, "z_loss": 1e-4, "softcap": 30.0},
+    "probabilities": {},
 }
-EVERY_CALL = pytest.mark.parametrize("options", CALLS.values(), ids=list(CALLS))
 
 
-def loss_of(logits, target, options):
-    """Return the loss without the metrics."""
-    options = {
-        name: value.to(logits.device) if isinstance(value, torch.Tensor) else value
-        for name, value in options.items()
-    }
-    loss = ampfuse.cross_entropy(logits, target, **options)
-    return loss[0] if isinstance(loss, tuple) else loss
+@pytest.mark.parametrize(
+    ("dtype", "call"),
+    [*((dtype, call) for dtype in DTYPES for call in CALLS), (torch.float16, "mean")],
+)
+def test_only_the_gradient_is_allocated_and_only_if_it_is_needed(device, dtype, call):
+    """float16 logits without grad_scale get their gradient in backward."""
+    logits, size, target = some_ignored(device, dtype)
+    options = {"target": target} | CALLS[call]
+    if call == "class weights":
+        options["weight"] = torch.ones(CLASSES, device=device)
+    if call == "probabilities":
+        options["target"] = torch.full(SHAPE, 1 / CLASSES, device=device)
+
+    for upstream in (1.0, 3.0):
+        logits.grad = None
+        used = peak(device, backward_of(logits, upstream=upstream, **options))
+        assert size <= used <= size + few(device)
+
+    with torch.no_grad():
+        assert 0 < peak(device, backward_of(logits, **options)) <= few(device)
+    logits.requires_grad_(False)
+    assert 0 < peak(device, backward_of(logits, **options)) <= few(device)
 
 
-@DTYPES
-@EVERY_CALL
-@pytest.mark.parametrize("upstream", [1.0, 3.0])
-def test_forward_and_backward_allocate_only_the_gradient(device, dtype, options, upstream):
-    logits, size, target = batch(device, dtype)
-
-    def step():
-        loss = loss_of(logits, target, options)
-        loss.backward(torch.full_like(loss, upstream))
-
-    assert size <= peak(device, step) <= size + few(device)
+@EVERY_DTYPE
+def test_positions_are_not_copied(device, dtype):
+    logits, size, target = some_ignored(device, dtype, (4, 21, 128, 128))
+    assert peak(device, backward_of(logits, target)) <= 1.05 * size
+    with torch.no_grad():
+        assert peak(device, backward_of(logits, target)) <= 0.05 * size + 2**16
 
 
-def test_float16_loss_without_grad_scale_allocates_only_the_gradient(device):
-    logits, size, target = batch(device, torch.float16)
-    needed = peak(device, lambda: ampfuse.cross_entropy(logits, target).backward())
-    assert size <= needed <= size + few(device)
-
-
-@DTYPES
-def test_probabilities_are_not_copied(device, dtype):
-    logits, size, _ = batch(device, dtype)
-    target = torch.rand(ROWS, CLASSES, device=device).softmax(1)
-    needed = peak(device, lambda: ampfuse.cross_entropy(logits, target).backward())
-    assert size <= needed <= size + few(device)
-
-
-@DTYPES
+@EVERY_DTYPE
 @pytest.mark.parametrize("upstream", [1.0, 3.0])
 def test_in_place_loss_and_backward_allocate_no_gradient(device, dtype, upstream):
-    leaf, _, target = batch(device, dtype)
+    leaf, _, target = some_ignored(device, dtype)
     logits = leaf * 1
     upstream = torch.tensor(upstream, device=device)
 
@@ -87,20 +94,9 @@ def test_in_place_loss_and_backward_allocate_no_gradient(device, dtype, upstream
     assert 0 < peak(device, step) <= few(device)
 
 
-@DTYPES
-@EVERY_CALL
-def test_none_of_the_gradients_memory_is_allocated_if_it_is_not_needed(device, dtype, options):
-    logits, _, target = batch(device, dtype)
-
-    with torch.no_grad():
-        assert 0 < peak(device, lambda: loss_of(logits, target, options)) <= few(device)
-    logits.requires_grad_(False)
-    assert 0 < peak(device, lambda: loss_of(logits, target, options)) <= few(device)
-
-
-@DTYPES
+@EVERY_DTYPE
 def test_repeated_steps_hold_no_more_than_one_gradient(device, dtype):
-    logits, size, target = batch(device, dtype)
+    logits, size, target = some_ignored(device, dtype)
 
     def steps():
         for _ in range(3):
@@ -110,7 +106,6 @@ def test_repeated_steps_hold_no_more_than_one_gradient(device, dtype):
     assert peak(device, steps) <= size + few(device)
 
 
-@DTYPES
-def test_peak_of_torchs_loss_is_measured_as_at_least_two_gradients(device, dtype):
-    logits, size, target = batch(device, dtype)
+def test_peak_of_torchs_loss_is_measured_as_at_least_two_gradients(device):
+    logits, size, target = some_ignored(device, torch.float32)
     assert peak(device, lambda: functional.cross_entropy(logits, target).backward()) >= 2 * size

@@ -8,6 +8,7 @@ import ampfuse
 import pytest
 import torch
 from cross_entropy_reference import ULPS, exact, relatively_off, ulps_off
+from cross_entropy_samples import batch
 from torch.nn import functional
 
 OPTIONS = {
@@ -17,12 +18,7 @@ OPTIONS = {
     "z_loss": 0.25,
     "softcap": 2.0,
 }
-
-
-def batch(device, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(6, 50, generator=generator).to(device, dtype).requires_grad_()
-    return logits, torch.randint(50, (6,), generator=generator).to(device)
+EVERY_SCALER = pytest.mark.parametrize("kind", [ampfuse.GradScaler, torch.amp.GradScaler])
 
 
 def weight_of(device):
@@ -44,56 +40,45 @@ COPIES = {
 EVERY_COPY = pytest.mark.parametrize("copied", COPIES.values(), ids=list(COPIES))
 
 
-def test_module_uses_every_option(device):
+@pytest.mark.parametrize(
+    "copied", [lambda module: module, *COPIES.values()], ids=["itself", *COPIES]
+)
+def test_module_and_its_copies_use_every_option(device, copied):
     logits, target = batch(device)
     target[0] = 3
-    module = ampfuse.CrossEntropyLoss(weight_of(device), **OPTIONS)
+    module = copied(ampfuse.CrossEntropyLoss(weight_of(device), **OPTIONS))
+    assert isinstance(module, torch.nn.CrossEntropyLoss)
     expected, _ = exact(logits, target, weight=weight_of(device), **OPTIONS)
     assert relatively_off(module(logits, target), expected) <= 1e-6
 
 
 @EVERY_COPY
-def test_copies_of_the_module_compute_the_same_loss(device, copied):
-    logits, target = batch(device)
-    target[0] = 3
-    module = ampfuse.CrossEntropyLoss(weight_of(device), **OPTIONS)
-    assert torch.equal(copied(module)(logits, target), module(logits, target))
-
-
-@EVERY_COPY
 def test_copies_of_the_module_include_its_scaler(device, copied):
-    scaler = ampfuse.GradScaler(device.type, 1024.0)
-    module = copied(ampfuse.CrossEntropyLoss(scaler=scaler))
-    assert module.scaler.get_scale() == 1024.0
+    """A copied criterion must not follow the scale of the original training state."""
+    state = {"scaler": ampfuse.GradScaler(device.type, 1024.0)}
+    state["criterion"] = ampfuse.CrossEntropyLoss(scaler=state["scaler"])
+    of_copy = copied(state)
+    scaler, criterion = of_copy["scaler"], of_copy["criterion"]
+    assert criterion.scaler is scaler
+    assert scaler is not state["scaler"]
+    assert scaler.get_scale() == copied(state["criterion"]).scaler.get_scale() == 1024.0
 
-    logits, target = batch(device, torch.float16)
-    module.scaler.scale(module(logits, target)).backward()
+    logits, target = batch(device, dtype=torch.float16)
+    scaler.scale(criterion(logits, target)).backward()
 
     _, expected = exact(logits, target, 1024.0)
     torch.testing.assert_close(logits.grad.double(), expected, rtol=1e-3, atol=0)
 
 
-def test_module_and_scaler_that_are_copied_together_stay_connected(device):
-    """A copied criterion must not follow the scale of the original training state."""
-    state = {"scaler": ampfuse.GradScaler(device.type, 8.0)}
-    state["criterion"] = ampfuse.CrossEntropyLoss(scaler=state["scaler"])
-    for copied in COPIES.values():
-        copy_of_state = copied(state)
-        assert copy_of_state["criterion"].scaler is copy_of_state["scaler"]
-        assert copy_of_state["scaler"] is not state["scaler"]
-
-
-@pytest.mark.parametrize("kind", [ampfuse.GradScaler, torch.amp.GradScaler])
+@EVERY_SCALER
 def test_scaler_may_be_ampfuses_or_torchs(device, kind):
-    logits, target = batch(device, torch.float16)
+    logits, target = batch(device, dtype=torch.float16)
     scaler = kind(device.type, 1024.0)
-    criterion = ampfuse.CrossEntropyLoss(scaler=scaler)
-    loss = criterion(logits, target)
+    loss = ampfuse.CrossEntropyLoss(scaler=scaler)(logits, target)
     # Forward computes a float16 gradient only if it knows the scale.
     assert "GradientInForward" in loss.grad_fn.name()
     scaler.scale(loss).backward()
-    _, gradient = exact(logits, target, upstream=1024.0)
-    assert ulps_off(logits.grad, gradient) <= ULPS
+    assert ulps_off(logits.grad, exact(logits, target, 1024.0)[1]) <= ULPS
 
 
 def test_disabled_scaler_scales_nothing(device):
@@ -106,7 +91,7 @@ def test_disabled_scaler_scales_nothing(device):
 
 def test_module_uses_the_scale_at_the_time_of_the_call(device):
     """The rounding of float16 gradients shows which scale they were computed with."""
-    logits, target = batch(device, torch.float16)
+    logits, target = batch(device, dtype=torch.float16)
     logits.data += 15 * functional.one_hot(target, 50)  # p of other classes is about 1e-7
     scaler = ampfuse.GradScaler(device.type, 1.0)
     module = ampfuse.CrossEntropyLoss(scaler=scaler, reduction="sum")
@@ -119,15 +104,15 @@ def test_module_uses_the_scale_at_the_time_of_the_call(device):
     torch.testing.assert_close(logits.grad.double(), expected, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_weight_of_the_module_may_be_converted_to_another_dtype(device, dtype):
+def test_weight_of_the_module_may_be_converted_to_another_dtype(device):
     logits, target = batch(device)
-    module = ampfuse.CrossEntropyLoss(weight_of(device)).to(dtype)
-    assert module.weight.dtype == dtype
-    loss = module(logits, target)
-    assert loss.dtype == torch.float32
-    expected, _ = exact(logits, target, weight=weight_of(device).to(dtype))
-    assert relatively_off(loss, expected) <= 1e-6
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        module = ampfuse.CrossEntropyLoss(weight_of(device)).to(dtype)
+        assert module.weight.dtype == dtype
+        loss = module(logits, target)
+        assert loss.dtype == torch.float32
+        expected, _ = exact(logits, target, weight=weight_of(device).to(dtype))
+        assert relatively_off(loss, expected) <= 1e-6
 
 
 def test_weight_of_the_module_moves_to_another_device(device):
@@ -142,9 +127,11 @@ def test_weight_of_the_module_moves_to_another_device(device):
 
 @pytest.mark.parametrize("other", [torch.nn.CrossEntropyLoss, ampfuse.CrossEntropyLoss])
 def test_state_dict_contains_only_the_weight_as_in_torch(device, other):
+    """The weight is a buffer and not a parameter."""
     weight = weight_of(device)
     module = ampfuse.CrossEntropyLoss(torch.ones(50, device=device))
     assert list(module.state_dict()) == ["weight"]
+    assert [name for name, _ in module.named_buffers()] == ["weight"]
     assert list(ampfuse.CrossEntropyLoss(scaler=ampfuse.GradScaler("cpu")).state_dict()) == []
 
     module.load_state_dict(other(weight).state_dict())
@@ -154,37 +141,17 @@ def test_state_dict_contains_only_the_weight_as_in_torch(device, other):
     assert torch.equal(back.weight, weight)
 
 
-def test_weight_is_a_buffer_and_not_a_parameter(device):
-    module = ampfuse.CrossEntropyLoss(weight_of(device))
-    assert list(module.parameters()) == []
-    assert [name for name, _ in module.named_buffers()] == ["weight"]
-
-
-def test_gradient_of_a_compiled_function_with_the_module_equals_eager(device):
-    logits, target = batch(device)
-    model = torch.nn.Linear(50, 50).to(device)
-    module = ampfuse.CrossEntropyLoss(weight_of(device), label_smoothing=0.1)
-
-    def loss_of(logits, target):
-        return module(model(logits), target)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
-    results = [torch.autograd.grad(f(logits, target), logits)[0] for f in (compiled, loss_of)]
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("kind", [ampfuse.GradScaler, torch.amp.GradScaler])
+@EVERY_SCALER
 def test_loss_with_a_scaler_is_compiled_into_one_graph(device, kind):
     torch._dynamo.reset()
-    logits, target = batch(device, torch.float16)
+    logits, target = batch(device, dtype=torch.float16)
     scaler = kind(device.type, 1024.0)
-    criterion = ampfuse.CrossEntropyLoss(scaler=scaler)
+    criterion = ampfuse.CrossEntropyLoss(weight_of(device), scaler=scaler)
 
     loss = torch.compile(criterion, fullgraph=True, backend="aot_eager")(logits, target)
     scaler.scale(loss).backward()
 
-    _, gradient = exact(logits, target, upstream=1024.0)
+    _, gradient = exact(logits, target, 1024.0, weight=weight_of(device))
     assert ulps_off(logits.grad, gradient) <= ULPS
 
 
@@ -206,23 +173,27 @@ def test_python_denominator_is_not_compiled_anew_for_each_value(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_micro_batches_with_a_scaler_and_one_denominator_add_up_to_the_batch(device, dtype):
-    logits, target = batch(device)
-    logits = logits.detach().to(dtype).requires_grad_()
+    logits, target = batch(device, (12, 300), dtype)
+    target[::5] = -100
     scaler = ampfuse.GradScaler(device.type, 1024.0)
     module = ampfuse.CrossEntropyLoss(scaler=scaler)
-    scaler.scale(module(logits, target)).backward()
-    whole, logits.grad = logits.grad, None
+
+    def results(losses):
+        total = sum(losses)
+        return total, *torch.autograd.grad(scaler.scale(total), logits)
+
+    parts = zip(logits.split(5), target.split(5), strict=True)
     count = (target != -100).sum()
-    for rows, classes in zip(logits.split(2), target.split(2), strict=True):
-        scaler.scale(module(rows, classes, count)).backward()
-    assert torch.equal(logits.grad, whole)
+    loss, grad = results([module(*part, count) for part in parts])
+    expected, gradient = results([module(logits, target)])
+    torch.testing.assert_close(loss, expected)
+    assert torch.equal(grad, gradient)
 
 
 def test_repr_shows_options_that_differ_from_the_defaults():
     assert repr(ampfuse.CrossEntropyLoss()) == "CrossEntropyLoss()"
-    module = ampfuse.CrossEntropyLoss(
-        reduction="sum", softcap=30.0, scaler=ampfuse.GradScaler("cpu")
-    )
+    scaler = ampfuse.GradScaler("cpu")
+    module = ampfuse.CrossEntropyLoss(reduction="sum", softcap=30.0, scaler=scaler)
     assert repr(module) == "CrossEntropyLoss(reduction=sum, softcap=30.0, scaler=GradScaler)"
 
 

@@ -1,6 +1,7 @@
 """Tests of random calls of cross_entropy, against float64 from the same rounded logits."""
 
 import ampfuse
+import pytest
 import torch
 from cross_entropy_reference import ULPS, exact, ulp
 from hypothesis import HealthCheck, given, settings
@@ -104,13 +105,11 @@ def on(device, call, scale):
 
 SCALES = st.sampled_from([None, 1024.0, 3.0])
 SETTINGS = settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    database=None,
-    derandomize=True,
+    deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None, derandomize=True
 )
 
 
+@pytest.mark.vectorised
 @settings(SETTINGS, max_examples=500)
 @given(calls(), SCALES)
 def test_random_calls_give_the_exact_loss_and_gradient(device, call, scale):

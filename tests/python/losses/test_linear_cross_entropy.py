@@ -1,107 +1,80 @@
 """Tests of losses and gradients of linear_cross_entropy with all options, against float64."""
 
-import ampfuse
+from dataclasses import replace
+
 import pytest
 import torch
-from harness.memory import extra_peak
-from linear_reference import Head, check, exactly, head, off
-from torch.nn import functional
+from linear_reference import (
+    EVERY_DTYPE,
+    EVERY_REDUCTION,
+    OPTIONS,
+    WAYS,
+    Head,
+    check,
+    exactly,
+    head,
+    off,
+    with_options,
+)
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
-REDUCTIONS = ["mean", "sum", "none"]
-EVERY_REDUCTION = pytest.mark.parametrize("reduction", REDUCTIONS)
+NARROW = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+# Rows of few classes are computed in tiles of many rows, others one by one.
+CLASSES = {"tiles": 101, "rows": 301}
 
 
+@pytest.mark.vectorised
 @EVERY_DTYPE
 @EVERY_REDUCTION
-@pytest.mark.parametrize("bias", [True, False])
-# One row at a time, a shorter last chunk, three whole chunks, a chunk with room for more rows, and
-# the default.
-@pytest.mark.parametrize("chunk_rows", [1, 8, 7, 64, None])
-def test_loss_and_gradients_are_the_exact_ones(device, dtype, reduction, bias, chunk_rows):
-    check(head(device, dtype, bias=bias), reduction=reduction, chunk_rows=chunk_rows)
+def test_results_of_chunks_of_any_number_of_rows_are_exact(device, dtype, reduction):
+    # One row at a time, three whole chunks, a shorter last chunk, a chunk with room for more rows,
+    # and the default.
+    for chunk_rows in (1, 7, 8, 64, None):
+        check(head(device, dtype), reduction=reduction, chunk_rows=chunk_rows)
+    check(head(device, dtype, bias=False), reduction=reduction, chunk_rows=8)
 
 
-OPTIONS = {
-    "class weights": {"class_weight": True},
-    "smoothing": {"label_smoothing": 0.1},
-    "weights and smoothing": {"class_weight": True, "label_smoothing": 0.2},
-    "z-loss": {"z_loss": 1e-3},
-    "softcap": {"softcap": 3.0},
-    "another ignored class": {"ignore_index": 5},
-    "all": {"class_weight": True, "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 4.0},
-}
-
-
-def with_class_weight(options, batch):
-    classes = batch.weight.shape[0]
-    if options.get("class_weight"):
-        generator = torch.Generator().manual_seed(3)
-        weight = torch.rand(classes, generator=generator).to(batch.weight.device)
-        return options | {"class_weight": weight}
-    return dict(options)
-
-
+@pytest.mark.vectorised
 @EVERY_DTYPE
-@EVERY_REDUCTION
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_loss_and_gradients_with_any_option_are_exact(device, dtype, reduction, options):
-    batch = head(device, dtype)
-    if "ignore_index" in options:
-        batch.target.clamp_(min=0)
-        batch.target[::4] = 5
-    check(batch, reduction=reduction, chunk_rows=8, **with_class_weight(options, batch))
-
-
-@EVERY_DTYPE
-@EVERY_REDUCTION
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_targets_may_be_probabilities(device, dtype, reduction, smoothing):
-    batch = head(device, dtype)
-    logits = torch.randn(21, 101, generator=torch.Generator().manual_seed(5))
-    batch.target = logits.softmax(1).to(device)
-    check(batch, reduction=reduction, chunk_rows=8, label_smoothing=smoothing)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_results_with_any_option_are_exact(device, dtype, name):
+    for classes in CLASSES.values():
+        batch, options = with_options(head(device, dtype, classes=classes), name)
+        for how in WAYS.values():
+            check(batch, **how, **options)
 
 
 @pytest.mark.parametrize("target_dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_probabilities_may_have_any_floating_dtype(device, target_dtype):
-    batch = head(device, torch.float32)
     target = torch.rand(21, 101, generator=torch.Generator().manual_seed(5)).softmax(1)
-    batch.target = target.to(device, target_dtype)
-    check(batch, chunk_rows=8)
+    target = target.to(device, target_dtype)
+    check(replace(head(device, torch.float32), target=target), chunk_rows=8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target_dtype", [torch.int32, torch.uint8])
-def test_targets_may_be_int32_or_uint8(device, dtype, target_dtype):
-    batch = head(device, dtype)
-    batch.target = batch.target.clamp(min=0).to(target_dtype)
-    check(batch, chunk_rows=8, ignore_index=-100)
+@pytest.mark.parametrize("ignore_index", [-100, 3])
+def test_targets_may_be_int32_or_uint8(device, target_dtype, ignore_index):
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = head(device, dtype)
+        batch.target = batch.target.clamp(min=0).to(target_dtype)
+        for chunks in ({"chunk_rows": 8}, {"chunk_classes": 2}):
+            check(batch, ignore_index=ignore_index, **chunks)
 
 
-@EVERY_DTYPE
-@EVERY_REDUCTION
 @pytest.mark.parametrize("shape", [(2, 3, 4), (5, 1), ()])
-def test_hidden_states_may_have_any_shape(device, dtype, reduction, shape):
-    rows = int(torch.tensor(shape).prod()) if shape else 1
-    flat = head(device, dtype, rows=rows)
-    batch = Head(
-        flat.hidden.detach().reshape(*shape, 24).requires_grad_(),
-        flat.weight,
-        flat.bias,
-        flat.target.reshape(shape),
-    )
-    check(batch, reduction=reduction, chunk_rows=3)
-    loss, metrics = batch.loss(reduction=reduction, return_metrics=True)
-    assert loss.shape == (shape if reduction == "none" else ())
-    assert all(metric.shape == shape for metric in metrics)
+def test_hidden_states_may_have_any_shape(device, shape):
+    flat = head(device, torch.bfloat16, rows=torch.Size(shape).numel())
+    hidden = flat.hidden.detach().reshape(*shape, 24).requires_grad_()
+    batch = replace(flat, hidden=hidden, target=flat.target.reshape(shape))
+    for how in WAYS.values():
+        check(batch, **how)
+        loss, metrics = batch.loss(return_metrics=True, **how)
+        assert loss.shape == (shape if how["reduction"] == "none" else ()), how
+        assert all(metric.shape == shape for metric in metrics), how
 
 
 def test_target_of_a_single_row_may_have_one_dimension(device):
     batch = head(device, torch.float32, rows=1)
-    hidden = batch.hidden.detach()[0]
-    loss = ampfuse.linear_cross_entropy(hidden, batch.weight, batch.target, batch.bias)
+    loss = replace(batch, hidden=batch.hidden.detach()[0]).loss()
     torch.testing.assert_close(loss, batch.loss())
 
 
@@ -118,28 +91,32 @@ def test_tensors_may_be_strided(device, dtype):
     assert not weight.is_contiguous()
     check(Head(hidden, weight, bias, target), chunk_rows=8)
     check(Head(hidden, weight, bias, target), chunk_rows=8, reduction="none")
+    check(Head(hidden, weight, bias, target), chunk_classes=32)
     expanded = flat.hidden.detach()[:1].expand(21, 24).requires_grad_()
     check(Head(expanded, weight, bias, target), chunk_rows=8)
 
 
 @pytest.mark.sanitizer
+@pytest.mark.vectorised
 @EVERY_DTYPE
-@pytest.mark.parametrize("classes", [1, 2, 63, 64, 257, 1031])
-def test_any_number_of_classes_gives_exact_results(device, dtype, classes):
-    check(head(device, dtype, rows=9, classes=classes), chunk_rows=4)
+def test_any_number_of_classes_gives_exact_results(device, dtype):
+    # One class; two; neighbours of 64, at which rows are aligned; more classes than tiles have.
+    for classes in (1, 2, 63, 64, 257, 1031):
+        check(head(device, dtype, rows=9, classes=classes), chunk_rows=4)
 
 
-# Products add up pairs of features, in blocks of 1024.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("features", [1, 2, 3, 17, 1023, 1025, 2050])
-@pytest.mark.parametrize("rows", [1, 50])
-def test_any_number_of_features_gives_exact_results(device, dtype, features, rows):
-    batch = head(device, dtype, rows=rows, features=features, classes=59)
-    batch.weight = (batch.weight.detach() / features**0.5).requires_grad_()
-    check(batch, chunk_rows=33)
+@NARROW
+def test_any_number_of_features_gives_exact_results(device, dtype):
+    # Products add up pairs of features, in blocks of 1024.
+    for features in (1, 2, 3, 17, 1023, 1025, 2050):
+        for rows in (1, 50):
+            batch = head(device, dtype, rows=rows, features=features, classes=59)
+            batch.weight = (batch.weight.detach() / features**0.5).requires_grad_()
+            check(batch, chunk_rows=33)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.vectorised
+@NARROW
 def test_classes_of_several_blocks_give_exact_results(device, dtype):
     # CPUs multiply blocks of 8192 classes. For so many float32 terms the products of some libraries
     # have an error of 4e-6, also in eager torch.
@@ -153,24 +130,17 @@ def test_logits_equal_the_bias_for_zero_features(device, dtype):
     torch.testing.assert_close(batch.loss(), torch.full_like(batch.loss(), 101.0).log())
 
 
-@EVERY_DTYPE
-@EVERY_REDUCTION
-def test_empty_batch_has_a_nan_mean_and_zero_gradients(device, dtype, reduction):
-    batch = head(device, dtype, rows=0)
-    loss = batch.loss(reduction=reduction)
-    if reduction == "mean":
-        assert loss.isnan()
-    else:
-        assert loss.shape == ((0,) if reduction == "none" else ())
-        assert (loss == 0).all()
-    for tensor, grad in zip(batch.tensors(), batch.grads(loss), strict=True):
-        assert grad.shape == tensor.shape
-        assert (grad == 0).all()
-
-
 @pytest.mark.sanitizer
-def test_empty_micro_batch_has_zero_loss_with_a_denominator(device):
-    batch = head(device, torch.float32, rows=0)
+@EVERY_DTYPE
+def test_empty_batch_has_a_nan_mean_and_zero_gradients(device, dtype):
+    batch = head(device, dtype, rows=0)
+    for how in WAYS.values():
+        loss = batch.loss(**how)
+        assert loss.shape == ((0,) if how["reduction"] == "none" else ()), how
+        assert loss.isnan() if how["reduction"] == "mean" else (loss == 0).all(), how
+        for tensor, grad in zip(batch.tensors(), batch.grads(loss), strict=True):
+            assert grad.shape == tensor.shape, how
+            assert (grad == 0).all(), how
     assert batch.loss(denominator=8.0) == 0
 
 
@@ -178,28 +148,36 @@ def test_empty_micro_batch_has_zero_loss_with_a_denominator(device):
 def test_batch_of_ignored_rows_has_a_nan_mean_but_otherwise_zeros(device, dtype):
     batch = head(device, dtype)
     batch.target.fill_(-100)
-    assert batch.loss(chunk_rows=8).isnan()
-    for options in ({"reduction": "sum"}, {"reduction": "none"}, {"denominator": 4.0}):
-        loss = batch.loss(chunk_rows=8, **options)
-        assert (loss == 0).all()
-        assert all((grad == 0).all() for grad in batch.grads(loss))
+    for how in WAYS.values():
+        if how["reduction"] == "mean":
+            assert batch.loss(**how).isnan(), how
+            how = how | {"denominator": 4.0}
+        loss = batch.loss(**how)
+        assert (loss == 0).all(), how
+        assert all((grad == 0).all() for grad in batch.grads(loss)), how
 
 
+@pytest.mark.vectorised
 @EVERY_DTYPE
-def test_metrics_equal_those_of_the_exact_logits(device, dtype):
-    batch = head(device, dtype)
-    loss, metrics = batch.loss(return_metrics=True, chunk_rows=8)
-    wide = batch.as_leaves(torch.float64)
-    logits = functional.linear(wide.hidden, wide.weight, wide.bias).detach()
-    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
-    assert off(metrics.lse, logits.logsumexp(1)) <= tolerance
+@pytest.mark.parametrize("classes", CLASSES.values(), ids=list(CLASSES))
+def test_metrics_equal_those_of_the_exact_logits(device, dtype, classes):
+    batch = head(device, dtype, classes=classes)
+    with torch.no_grad():  # equal logits, in two tiles: the first one counts
+        batch.bias[3] += 4
+        batch.weight[77], batch.bias[77] = batch.weight[3], batch.bias[3]
+    logits = batch.exact_logits()
+    best = logits.argmax(1)
+    assert (best == 3).any()
     entropy = torch.distributions.Categorical(logits=logits).entropy()
-    assert off(metrics.entropy, entropy) <= tolerance * 4
-    assert torch.equal(metrics.argmax, logits.argmax(1))
-    right = (logits.argmax(1) == batch.target) & (batch.target != -100)
-    assert torch.equal(metrics.correct, right)
-    assert torch.equal(loss, batch.loss(chunk_rows=8))
-    assert not any(metric.requires_grad for metric in metrics)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+    for chunks in ({"chunk_rows": 8}, {"chunk_classes": 20}):
+        loss, metrics = batch.loss(return_metrics=True, **chunks)
+        assert off(metrics.lse, logits.logsumexp(1)) <= tolerance, chunks
+        assert off(metrics.entropy, entropy) <= tolerance * 4, chunks
+        assert torch.equal(metrics.argmax, best), chunks
+        assert torch.equal(metrics.correct, (best == batch.target) & (batch.target != -100)), chunks
+        assert torch.equal(loss, batch.loss(**chunks)), chunks
+        assert not any(metric.requires_grad for metric in metrics)
 
 
 def test_correct_compares_argmax_with_the_most_probable_class(device):
@@ -217,9 +195,9 @@ def test_micro_batches_with_one_denominator_add_up(device, dtype):
     sums = [torch.zeros_like(t, dtype=torch.float64) for t in batch.tensors()]
     loss = 0
     for rows in torch.arange(24, device=device).split(5):
-        part = Head(batch.hidden[rows], batch.weight, batch.bias, batch.target[rows])
+        part = replace(batch, hidden=batch.hidden[rows], target=batch.target[rows])
         of_part = part.loss(denominator=count)
-        loss = loss + of_part.item()
+        loss += of_part.item()
         for total, grad in zip(sums, torch.autograd.grad(of_part, batch.tensors()), strict=True):
             total += grad
     assert loss == pytest.approx(whole.loss.item(), rel=1e-6)
@@ -227,15 +205,7 @@ def test_micro_batches_with_one_denominator_add_up(device, dtype):
         assert off(total, right) <= 1e-2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_loss_equals_cross_entropy_of_the_logits(device, dtype):
-    batch = head(device, dtype)
-    wide = batch.as_leaves(torch.float32)
-    logits = functional.linear(wide.hidden, wide.weight, wide.bias)
-    expected = ampfuse.cross_entropy(logits, batch.target)
-    torch.testing.assert_close(batch.loss(), expected, rtol=1e-6, atol=1e-6)
-
-
+@pytest.mark.vectorised
 @EVERY_REDUCTION
 def test_results_are_exact_with_more_threads_than_rows(set_threads, reduction):
     """Threads share a row, unless its 16-bit gradient overwrites its float32 logits."""
@@ -245,23 +215,9 @@ def test_results_are_exact_with_more_threads_than_rows(set_threads, reduction):
         check(batch, reduction=reduction, softcap=5.0)
 
 
-@pytest.mark.parametrize(("classes", "rows"), [(50257, 320), (200_000, 128)])
-def test_default_chunk_on_a_cpu_has_64_mib_of_logits_or_128_rows(classes, rows):
-    device = torch.device("cpu")
-    batch = head(device, torch.bfloat16, 400, 4, classes, bias=False)
-
-    @torch.no_grad()
-    def held(**options):
-        return extra_peak(device, lambda: batch.loss(**options))
-
-    a_row = held(chunk_rows=rows + 1) - held(chunk_rows=rows)
-    assert a_row >= 4 * classes
-    assert abs(held() - held(chunk_rows=rows)) < a_row / 2
-
-
-@EVERY_REDUCTION
-def test_losses_have_the_same_bits_with_and_without_gradients(device, reduction):
+def test_losses_have_the_same_bits_with_and_without_gradients(device):
     batch = head(device, torch.bfloat16, 300, 16, 3000)
-    loss = batch.loss(reduction=reduction, chunk_rows=64)
-    with torch.no_grad():
-        assert torch.equal(batch.loss(reduction=reduction, chunk_rows=64), loss)
+    for how in WAYS.values():
+        loss = batch.loss(**how)
+        with torch.no_grad():
+            assert torch.equal(batch.loss(**how), loss), how

@@ -48,6 +48,9 @@ class Steps:
         peak = self.peak(batch)
         return None if peak > self.limit else peak
 
+    def best(self, room):
+        return max(n for n in range(1, 2000) if self.peak(n) <= room)
+
 
 def trials(steps):
     """Return the batches that were tried after those that were doubled."""
@@ -56,7 +59,7 @@ def trials(steps):
 
 
 def test_linear_memory_is_predicted_at_once():
-    steps = Steps(fixed=1000 * MIB, per_sample=37 * MIB, limit=24_000 * MIB)
+    steps = Steps(1000 * MIB, 37 * MIB, limit=24_000 * MIB)
     best = (24_000 - 1000) // 37
     assert search(steps, steps.limit, trials=2) == best
     assert trials(steps) == [best, best + 1]
@@ -67,8 +70,7 @@ def test_linear_memory_is_predicted_at_once():
 def test_bent_memory_takes_at_most_two_trials(bend, part):
     steps = Steps(1000 * MIB, 37 * MIB, 24_000 * MIB, extra=lambda n: bend * MIB * max(n - 200, 0))
     room = int(part * steps.limit)
-    best = max(n for n in range(1, 2000) if steps.peak(n) <= room)
-    found = search(steps, room, trials=2)
+    found, best = search(steps, room, trials=2), steps.best(room)
     assert len(trials(steps)) <= 2
     assert 0.9 * best <= found <= best
 
@@ -87,10 +89,9 @@ def test_memory_that_jumps_ends_with_a_batch_that_fits():
 
 
 @pytest.mark.parametrize("trials", [2, None])
-@pytest.mark.parametrize(("room", "found"), [(5, 0), (15, 1), (25, 2), (35, 3), (95, 9)])
-def test_small_memory_is_searched_sample_by_sample(room, found, trials):
-    steps = Steps(0, 10 * MIB, room * MIB)
-    assert search(steps, room * MIB, trials) == found
+def test_small_memory_is_searched_sample_by_sample(trials):
+    for room, found in ((5, 0), (15, 1), (25, 2), (35, 3), (95, 9)):
+        assert search(Steps(0, 10 * MIB, room * MIB), room * MIB, trials) == found
 
 
 @pytest.mark.parametrize("bend", [-5, 0, 5, 300])
@@ -98,8 +99,7 @@ def test_search_without_a_limit_of_trials_finds_the_best_batch(bend):
     steps = Steps(
         1000 * MIB, 37.3 * MIB, 1e15, extra=lambda n: bend * MIB * max(n - 50, 0) + 512 * (n % 7)
     )
-    best = max(n for n in range(1, 2000) if steps.peak(n) <= 24_000 * MIB)
-    assert search(steps, 24_000 * MIB, trials=None) == best
+    assert search(steps, 24_000 * MIB, trials=None) == steps.best(24_000 * MIB)
     assert len(steps.tried) < 30
 
 
@@ -128,53 +128,27 @@ def test_account_of_the_largest_batch_fits_and_that_of_one_more_does_not():
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("effective", [7, 1000, 5000, 8191, 100_000])
-def test_effective_batch_is_divided_into_as_few_parts_as_fit(effective):
-    found = largest_batch(*model_and_step(), memory=64 * MIB, effective=effective)
-    assert found.batch * (found.accumulation - 1) < effective <= found.batch * found.accumulation
-    assert (found.accumulation - 1) * found.largest < effective
-    assert found.batch <= found.largest
+def test_effective_batch_is_divided_into_as_few_parts_as_fit():
+    for effective in (16, 8191, 100_000):
+        found = largest_batch(*model_and_step(), memory=64 * MIB, effective=effective)
+        batch, parts = found.batch, found.accumulation
+        assert batch * (parts - 1) < effective <= batch * parts
+        assert (parts - 1) * found.largest < effective
+        assert batch <= found.largest
+        if effective == 16:
+            assert found == BatchSize(found.largest, 16, 1)
 
 
-def test_whole_batch_that_fits_is_not_accumulated():
-    found = largest_batch(*model_and_step(), memory=64 * MIB, effective=16)
-    assert found == BatchSize(found.largest, 16, 1)
-
-
-def test_micro_batches_with_a_denominator_equal_the_whole_batch():
-    torch.manual_seed(0)
-    logits = torch.randn(10, 5)
-    target = torch.tensor([1, 2, -100, 0, 4, -100, -100, 3, 1, 2])
-    denominator = (target != -100).sum().double()
-    parts = [
-        ampfuse.cross_entropy(rows, part, denominator=denominator)
-        for rows, part in zip(logits.split(2), target.split(2), strict=True)
-    ]
-    torch.testing.assert_close(sum(parts), ampfuse.cross_entropy(logits, target))
-
-
-def test_memory_must_be_given_for_a_model_on_the_cpu():
+def test_arguments_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="memory: expected bytes, since the model is on the CPU"):
         largest_batch(*model_and_step())
-
-
-def test_effective_batch_of_no_samples_is_refused():
     with pytest.raises(ValueError, match="effective: expected at least 1, got 0"):
         largest_batch(*model_and_step(), memory=64 * MIB, effective=0)
-
-
-def test_step_that_does_not_depend_on_the_batch_is_refused():
     model, optimizer, step = model_and_step()
     with pytest.raises(ValueError, match="memory that grows with the batch, but 1,048,576 samples"):
         largest_batch(model, optimizer, lambda _: step(4), memory=64 * MIB)
-
-
-def test_model_that_does_not_fit_raises_an_out_of_memory_error():
     with pytest.raises(torch.OutOfMemoryError, match="a step with one sample does not fit"):
-        largest_batch(*model_and_step(), memory=MIB)
-
-
-@pytest.mark.parametrize("model", [nn.Tanh(), 3])
-def test_models_without_parameters_are_refused(model):
-    with pytest.raises(ValueError, match="model: expected a module with parameters, got"):
-        largest_batch(model, None, lambda batch: None, memory=2**20)
+        largest_batch(model, optimizer, step, memory=MIB)
+    for other in (nn.Tanh(), 3):
+        with pytest.raises(ValueError, match="model: expected a module with parameters, got"):
+            largest_batch(other, None, lambda batch: None, memory=2**20)

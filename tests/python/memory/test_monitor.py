@@ -1,31 +1,34 @@
 """`ampfuse.memory.Monitor`: samples of memory, growth, and what holds the memory."""
 
 import csv
-import inspect
-import json
+import itertools
 import os
 import sys
 import time
 import types
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from ampfuse.memory import Monitor, Suspect
+from ampfuse.memory import Monitor, _step_memory
+from ampfuse.memory._growth import Look
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-WIDTH = 1024  # an activation takes 4 MiB, so that growth stands out from the noise of a process
+INPUTS, WIDTH = 8, 1024  # an activation takes 4 MiB: growth stands out from a process's noise
 STEPS = 60
+# Steps are fast here. Otherwise only those that are 20 ms apart would have samples.
+EACH_STEP = mock.patch.object(_step_memory, "LEAST_SPACING", 0)
 
 
 class Model(nn.Module):
     """A model that may keep what it computes."""
 
-    def __init__(self, keeps):
+    def __init__(self, keeps=False):
         super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.first, self.last = nn.Linear(INPUTS, WIDTH), nn.Linear(WIDTH, 1)
         self.keeps, self.cache = keeps, []
 
     def forward(self, batch):
@@ -35,18 +38,16 @@ class Model(nn.Module):
         return self.last(hidden)
 
 
-LINE = next(
-    number
-    for number, line in enumerate(inspect.getsource(sys.modules[__name__]).splitlines(), 1)
-    if "torch.tanh" in line
-)
+LINE = Model.forward.__code__.co_firstlineno + 1  # that of torch.tanh
 
 
-def train(monitor, after=lambda loss: None, *, keeps=False, steps=STEPS):
-    model = Model(keeps)
+BATCH = torch.zeros(WIDTH, INPUTS)
+
+
+def train(monitor, after=lambda loss: None, *, model=None, batch=BATCH, steps=STEPS):
+    model = Model() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    batch = torch.zeros(WIDTH, WIDTH)
-    with monitor:
+    with EACH_STEP, monitor:
         for _ in range(steps):
             loss = model(batch).square().mean()
             loss.backward(retain_graph=True)
@@ -56,87 +57,74 @@ def train(monitor, after=lambda loss: None, *, keeps=False, steps=STEPS):
     return monitor
 
 
-# Each program has a process of its own. In a used one, leaks fill memory that was freed before, and
-# memory that the kernel has taken back is filled again.
-LEAKS = """
-import json, sys
+# In a used process, leaks fill memory that was freed before, and memory that the kernel has taken
+# back is filled again.
+FRESH = """
+import sys
 sys.path.insert(0, {folder!r})
-import torch
-from ampfuse.memory import Monitor, Suspect
+from ampfuse.memory import Monitor
 from test_monitor import train
-
-kind, kept, total = sys.argv[1], [], [0]
-
-def leak(loss):
-    if kind == "list":
-        kept.append(loss)
-    elif kind == "sum":
-        total[0] = total[0] + loss
-    elif kind == "bytes":
-        kept.extend(bytearray(b"x" * 2**20) for _ in range(4))
-
-finds_leaks = sys.argv[2] == "True"
-monitor = train(Monitor(find_leaks=finds_leaks), leak, keeps=kind == "module")
-print(json.dumps([monitor.growth(), monitor.suspects, str(monitor)]))
+kept = []
+monitor = train(Monitor(), kept.append if sys.argv[1:] else lambda loss: None)
+print(monitor.growth())
+print(monitor)
 """
 
 
+@pytest.mark.slow
+def test_growth_of_a_process_is_measured_and_explained(programs):
+    programs.write("fresh.py", FRESH.format(folder=str(Path(__file__).parent)))
+    growth, _, *text = programs.run("fresh.py", fresh=True).stdout.splitlines()
+    assert growth == "None"
+    assert text == [f"no growth over {STEPS} steps"]
+    growth, _, *text = programs.run("fresh.py", "leak", fresh=True).stdout.splitlines()
+    assert float(growth) > 3 * 2**20
+    assert text[0].startswith("memory grows by ")
+    assert f"  test_monitor.py:{LINE} in Model: 4,096 KiB a step" in text
+    assert any("kept of fresh.py has become a list of" in line for line in text)
+
+
 @pytest.fixture
-def leaks(programs):
-    programs.write("leaks.py", LEAKS.format(folder=str(Path(__file__).parent)))
-
-    def run(kind, find_leaks=True):
-        done = programs.run("leaks.py", kind, str(find_leaks))
-        assert done.returncode == 0, done.stderr
-        growth, suspects, text = json.loads(done.stdout)
-        return growth, [Suspect(*one) for one in suspects], text
-
-    return run
+def growing(monkeypatch):
+    """Let the memory of this process seem to grow, so that a monitor looks for a leak."""
+    sizes = itertools.count(2**30, 2**22)
+    monkeypatch.setattr(_step_memory, "host_memory", lambda: next(sizes))
 
 
-@pytest.mark.slow
-def test_program_that_keeps_nothing_does_not_grow(leaks):
-    growth, suspects, text = leaks("nothing")
-    assert growth is None
-    assert suspects == []
-    assert text.splitlines()[1] == f"no growth over {STEPS} steps"
+@pytest.mark.parametrize("kind", ["list", "module", "sum", "bytes"])
+def test_line_and_container_whose_memory_stays_are_found(growing, kind):
+    kept, total = [], [0]
+
+    def leak(loss):
+        if kind == "list":
+            kept.append(loss)
+        elif kind == "sum":
+            total[0] = total[0] + loss
+        elif kind == "bytes":
+            kept.extend(bytearray(4) for _ in range(4))
+
+    monitor = train(Monitor(), leak, model=Model(keeps=kind == "module"))
+    if kind != "bytes":  # which are no tensors
+        first = monitor.suspects[0]
+        assert (first.what, first.bytes) == ("in Model", 4 * 2**20)
+        assert first.where == f"test_monitor.py:{LINE}"
+    if kind != "sum":
+        name = "Model.cache" if kind == "module" else "kept of test_monitor.py"
+        found = [one for one in monitor.suspects if one.where == name]
+        assert "list of " in found[0].what
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["list", "sum", "module"])
-def test_line_whose_memory_stays_is_found(leaks, kind):
-    growth, suspects, text = leaks(kind)
-    assert growth > 3 * 2**20
-    first = suspects[0]
-    assert (first.what, first.bytes) == ("in Model", 4 * 2**20)
-    assert first.where == f"test_monitor.py:{LINE}"
-    assert "memory grows by " in text
-    assert f"test_monitor.py:{LINE} in Model: 4,096 KiB a step" in text
+def test_leaks_are_not_looked_for_on_request(growing):
+    kept = []
+    monitor = train(Monitor(find_leaks=False), kept.append)
+    assert monitor.growth() > 3 * 2**20
+    assert monitor.suspects == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("list", "kept of leaks.py"), ("module", "Model.cache"), ("bytes", "kept of leaks.py")],
-)
-def test_container_that_grows_is_found(leaks, kind, name):
-    growth, suspects, _ = leaks(kind)
-    assert growth > 3 * 2**20
-    assert any(one.where.startswith(name) and "list of " in one.what for one in suspects)
-
-
-@pytest.mark.slow
-def test_leaks_are_not_looked_for_on_request(leaks):
-    growth, suspects, _ = leaks("list", find_leaks=False)
-    assert growth > 3 * 2**20
-    assert suspects == []
-
-
-@pytest.mark.slow
-def test_training_is_the_same_while_leaks_are_looked_for():
+def test_training_is_the_same_while_leaks_are_looked_for(growing):
     torch.manual_seed(0)
     losses, others = [], []
-    train(Monitor(), losses.append)
+    assert train(Monitor(), losses.append).suspects
     torch.manual_seed(0)
     train(Monitor(find_leaks=False), others.append)
     assert [loss.item() for loss in losses] == [loss.item() for loss in others]
@@ -150,46 +138,28 @@ def test_samples_have_steps_and_phases():
     assert monitor.peak().host == max(one.host for one in monitor.samples)
 
 
-def test_backward_and_hooks_are_restored_also_after_an_error():
+@pytest.mark.parametrize("last", [1, 21])  # the look begins after step 20
+def test_backward_hooks_and_modes_are_restored_after_an_error(growing, last):
     backward = torch.autograd.backward
-
-    def fail(_):
-        raise RuntimeError("stop")
-
-    monitor = Monitor()
-    with pytest.raises(RuntimeError, match="stop"):
-        train(monitor, fail)
-    assert torch.autograd.backward is backward
-    train(Monitor(), steps=3)
-    assert monitor.steps == 1
-
-
-def test_error_while_leaks_are_looked_for_ends_the_look():
     losses = []
 
     def keep(loss):
         losses.append(loss)
-        if len(losses) == 21:  # the look begins after step 20
+        if len(losses) == last:
             raise RuntimeError("stop")
 
+    monitor = Monitor()
     with pytest.raises(RuntimeError, match="stop"):
-        train(Monitor(), keep)
+        train(monitor, keep)
+    assert torch.autograd.backward is backward
     assert _get_current_dispatch_mode() is None
+    train(Monitor(), steps=3)
+    assert monitor.steps == last
 
 
-def test_only_the_first_optimizer_counts_steps():
-    params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    first, second = (torch.optim.SGD([param], lr=0.1) for param in params)
-    with Monitor() as monitor:
-        for _ in range(4):
-            params[0].sum().backward()
-            first.step()
-            second.step()
-    assert monitor.steps == 4
-
-
-def test_csv_and_picture_have_the_samples(tmp_path):
-    monitor = train(Monitor(0.01))
+def test_samples_are_written_to_a_table_a_picture_and_a_writer(tmp_path):
+    writer = mock.Mock()
+    monitor = train(Monitor(0.01, writer=writer))
     monitor.write_csv(tmp_path / "memory.csv")
     with (tmp_path / "memory.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -197,19 +167,11 @@ def test_csv_and_picture_have_the_samples(tmp_path):
     assert int(rows[-1]["host"]) == monitor.samples[-1].host
     monitor.plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 5_000
-
-
-def test_writer_gets_a_value_after_each_step():
-    class Writer:
-        def __init__(self):
-            self.values = []
-
-        def add_scalar(self, name, value, step):
-            self.values.append((name, value > 0, step))
-
-    writer = Writer()
-    train(Monitor(writer=writer), steps=3)
-    assert writer.values == [("memory/host", True, step) for step in range(3)]
+    written = [call.args for call in writer.add_scalar.call_args_list]
+    assert [(name, step) for name, _, step in written] == [
+        ("memory/host", step) for step in range(STEPS)
+    ]
+    assert all(value > 0 for _, value, _ in written)
 
 
 def test_memory_of_the_process_on_a_gpu_is_that_of_the_driver(monkeypatch):
@@ -233,107 +195,133 @@ def test_memory_of_the_process_on_a_gpu_is_that_of_the_driver(monkeypatch):
 
 
 def test_monitor_costs_less_than_1_percent_of_a_5_ms_step():
-    param = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    with Monitor(interval=1000) as monitor:
-        seconds = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    def seconds():
+        """Return the least time of a step, of five times 200 steps."""
+        times = []
         for _ in range(5):
             begin = time.perf_counter()
             for _ in range(200):
-                monitor._before_step(optimizer)
-                monitor._after_step(optimizer)
-            seconds.append((time.perf_counter() - begin) / 200)
-    assert min(seconds) < 50e-6
+                optimizer.step()
+            times.append((time.perf_counter() - begin) / 200)
+        return min(times)
+
+    without = seconds()
+    with Monitor(interval=1000):
+        assert seconds() - without < 50e-6
 
 
-def test_compiled_functions_are_still_compiled_after_a_look_for_leaks():
-    calls = []
+def test_compiled_functions_are_still_compiled_after_a_look_for_leaks(growing):
+    calls, kept = [], []
 
     def backend(module, _):
         def run(*inputs):
-            calls.append(len(losses))
+            calls.append(monitor.steps)
             return module.forward(*inputs)
 
         return run
 
-    weight = nn.Parameter(torch.ones(WIDTH))
-    optimizer = torch.optim.SGD([weight], lr=1e-3)
-    ones = torch.ones(WIDTH, WIDTH)
-    compiled = torch.compile(lambda weight: (weight * ones).tanh(), backend=backend)
-    losses = []
-    with Monitor():
-        for _ in range(STEPS):
-            loss = compiled(weight).mean()
-            loss.backward()
-            optimizer.step()
-            losses.append([loss, torch.ones(WIDTH, WIDTH)])
+    monitor = Monitor()
+    train(monitor, kept.append, model=torch.compile(Model(), backend=backend))
+    assert monitor.suspects
     assert calls[-1] == STEPS - 1
 
 
-def test_sparse_gradients_are_no_obstacle():
-    embedding = nn.Embedding(1000, 4, sparse=True)
-    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+def test_sparse_gradients_are_no_obstacle_to_a_look(growing):
     kept = []
-    with Monitor() as monitor:
-        for _ in range(STEPS):
-            embedding(torch.arange(8)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            kept.append(torch.ones(WIDTH, WIDTH))
+    embedding = nn.Embedding(1000, 4, sparse=True)
+    monitor = train(Monitor(), kept.append, model=embedding, batch=torch.arange(8))
     assert monitor.steps == STEPS
+    assert monitor.suspects
 
 
-def test_look_waits_for_a_mode_of_the_program():
+def test_look_waits_for_a_mode_of_the_program(growing):
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             return operator(*args, **(kwargs or {}))
 
-    kept = []
     with Mode():
-        train(Monitor(), lambda _: kept.append(torch.ones(WIDTH, WIDTH)))
+        assert not train(Monitor()).suspects
         assert isinstance(_get_current_dispatch_mode(), Mode)
     assert _get_current_dispatch_mode() is None
 
 
-def test_look_leaves_no_local_variables_behind():
-    alive = []
+def test_look_leaves_no_local_variables_behind(growing):
+    alive, kept = [], []
 
     def run():
-        kept = []
-        model = Model(keeps=False)
+        model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        with Monitor():
+        with EACH_STEP, Monitor() as monitor:
             for _ in range(STEPS):
-                large = torch.ones(WIDTH, WIDTH)
-                alive.append(weakref.ref(large))
-                model(large).mean().backward()
+                batch = torch.ones(WIDTH, INPUTS)
+                alive.append(weakref.ref(batch))
+                model(batch).mean().backward()
                 optimizer.step()
-                kept.append(large.clone())
+                kept.append(batch.clone())
+        assert monitor.suspects
         return [reference() is not None for reference in alive]
 
     assert sum(run()) <= 1
 
 
-def test_monitor_can_be_used_twice_and_counts_the_next_optimizer():
+def test_monitor_can_be_used_again_and_counts_the_steps_of_the_first_optimizer():
+    param = nn.Parameter(torch.ones(3))
+    other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
     monitor = Monitor(0.001)
-    train(monitor, steps=3)
-    train(monitor, lambda _: time.sleep(0.003), steps=3)
-    assert monitor.steps == 6
-    assert "6 steps are too few to tell whether memory grows" in str(monitor)
-    monitor.steps, monitor.ends = 18, monitor.ends * 3
+    for steps, is_new in ((3, True), (6, True), (9, False)):
+        if is_new:
+            first = torch.optim.SGD([param])
+        with monitor:
+            before = len(monitor.ends)
+            for _ in range(3):
+                param.sum().backward()
+                first.step()
+                other.step()
+                time.sleep(0.03)
+            assert len(monitor.ends) > before
+        assert monitor.steps == steps
+    assert "9 steps are too few to tell whether memory grows" in str(monitor)
+    monitor.steps, monitor.ends = 18, monitor.ends[:9] * 2
     assert "18 steps are too few to tell whether memory grows" in str(monitor)
     assert str(Monitor()) == "no samples yet"
 
 
-def test_monitor_that_is_entered_again_goes_on():
-    param = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param])
-    monitor = Monitor(interval=10, find_leaks=False)
-    for _ in range(2):
-        with monitor:
-            before = len(monitor.ends)
-            for _ in range(3):
-                param.grad = torch.ones(2)
-                optimizer.step()
-                time.sleep(0.06)
-            assert len(monitor.ends) > before
+def test_samples_after_steps_have_their_numbers_when_some_are_left_out(monkeypatch):
+    monkeypatch.setattr(_step_memory, "LEAST_SPACING", 0)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    memory = _step_memory.StepMemory()
+    for steps in (1, 2, 500, 501):
+        memory.end_step(optimizer, steps)
+    assert [end.step for end in memory.ends] == [0, 1, 499, 500]
+    assert memory.steps == 501
+
+
+@pytest.mark.parametrize(
+    ("sizes", "growth"),
+    [
+        (range(0, 40 * 2**20, 2**20), 2**20),
+        ([5 * 2**20] * 40, None),
+        (range(40 * 2**20, 0, -(2**20)), None),
+        (range(0, 40 * 100, 100), None),  # too little
+        ([2**22 * (i % 2) for i in range(40)], None),  # up and down
+    ],
+)
+def test_growth_is_steady_and_large(sizes, growth):
+    assert _step_memory.slope(list(range(40)), list(sizes)) == growth
+
+
+def test_look_may_begin_inside_a_module_with_hooks():
+    class Trainer(nn.Linear):
+        def forward(self, batch):
+            super().forward(batch).sum().backward()
+            optimizer.step()
+
+    trainer = Trainer(4, 4)
+    trainer.register_forward_hook(lambda *_: None)
+    optimizer = torch.optim.SGD(trainer.parameters())
+    look = []
+    optimizer.register_step_post_hook(lambda *_: look.append(Look()) if not look else None)
+    trainer(torch.ones(2, 4))
+    assert look[0].stop()

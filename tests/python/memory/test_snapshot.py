@@ -63,14 +63,20 @@ SEGMENTS = [
 
 
 @pytest.fixture
-def snapshot(tmp_path):
-    path = tmp_path / "snapshot.pickle"
-    path.write_bytes(pickle.dumps({"segments": SEGMENTS, "device_traces": [HISTORY, []]}))
-    return path
+def read(tmp_path):
+    """Return a function that reads some content as a snapshot."""
+
+    def read(content, **options):
+        path = tmp_path / "snapshot.pickle"
+        path.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
+        return read_snapshot(path, **options)
+
+    return read
 
 
-def test_peak_is_divided_by_phase_and_line(snapshot):
-    found = read_snapshot(snapshot)
+def test_peak_is_divided_by_phase_and_line(read):
+    content = {"segments": SEGMENTS, "device_traces": [HISTORY, []]}
+    found = read(content)
     assert found.peak == 100 + 70 + 200 + 500 + 50
     assert found.places == {
         ("before", ""): 170,
@@ -82,39 +88,25 @@ def test_peak_is_divided_by_phase_and_line(snapshot):
     lines = str(found).splitlines()
     assert lines[0].startswith("peak 0.9 KiB; reserved at the end 1.7 KiB")
     assert lines[1].split()[:3] == ["backward", "outside", "Python"]
+    assert read(content, device=1).places == {("before", ""): 4000}  # each GPU has its own peak
 
 
-def test_other_gpu_has_its_own_peak(snapshot):
-    assert read_snapshot(snapshot, device=1).places == {("before", ""): 4000}
-
-
-def test_step_of_the_optimizer_is_a_phase(tmp_path):
-    path = tmp_path / "snapshot.pickle"
+def test_step_of_the_optimizer_is_a_phase(read):
     content = {"segments": [], "device_traces": [[event("alloc", 1, 8, STEP)]]}
-    path.write_bytes(pickle.dumps(content))
-    assert read_snapshot(path).places == {("optimizer step", "train.py:33 <module>"): 8}
+    assert read(content).places == {("optimizer step", "train.py:33 <module>"): 8}
 
 
-def test_file_with_code_is_refused_and_not_executed(tmp_path):
-    class Code:
-        def __reduce__(self):
-            return (print, ("executed",))
+class Code:
+    def __reduce__(self):
+        return (print, ("executed",))
 
-    path = tmp_path / "snapshot.pickle"
-    path.write_bytes(pickle.dumps(Code()))
+
+def test_files_with_code_and_other_content_are_refused(read, capsys):
     with pytest.raises(pickle.UnpicklingError, match=r"found builtins.print"):
-        read_snapshot(path)
-
-
-def test_other_content_is_refused(tmp_path):
-    path = tmp_path / "snapshot.pickle"
-    path.write_bytes(pickle.dumps({"a": 1}))
+        read(Code())
+    assert capsys.readouterr().out == ""
     with pytest.raises(ValueError, match="is not a snapshot of torch's memory"):
-        read_snapshot(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"Import numpy", b"Footer"])
-def test_files_that_are_no_pickles_are_refused(tmp_path, content):
-    (tmp_path / "text").write_bytes(content)
-    with pytest.raises(pickle.UnpicklingError):
-        read_snapshot(tmp_path / "text")
+        read({"a": 1})
+    for content in (b"", b"Import numpy", b"Footer"):  # no pickles
+        with pytest.raises(pickle.UnpicklingError):
+            read(content)

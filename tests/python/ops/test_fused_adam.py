@@ -1,5 +1,6 @@
 """fused_adam: parameters, moments, masters and counters after a step or a skipped step."""
 
+import itertools
 import math
 
 import pytest
@@ -9,83 +10,57 @@ from adam_reference import (
     BFLOAT16_WITH_REMAINDERS,
     COMBINATIONS,
     EVERY_COMBINATION,
+    EVERY_KIND,
     EVERY_MASTER,
-    OPTIONS,
-    SOME_COMBINATIONS,
+    KINDS,
     Dtypes,
     adam_lists,
+    assert_same_lists,
     assert_step,
+    assert_takes_exact_step,
     concatenated,
     exact_step,
     renew_gradients,
     split,
+    step,
     with_masters,
 )
-from ampfuse.ops import fused_adam
 from reference import SIZES, random_bits, same_bits
+
+EVERY_16_BIT_DTYPE = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
 
 def scalar(value, device, dtype=torch.float32):
     return torch.tensor(value, dtype=dtype, device=device)
 
 
-def step(lists, lr=1e-3, **options):
-    """Take one step with OPTIONS, which `options` override."""
-    rate = lr if isinstance(lr, torch.Tensor) else torch.tensor(lr, dtype=torch.float64)
-    fused_adam(*lists.columns(), lr=rate, **OPTIONS | options)
+# Code for amsgrad is compiled for each combination of dtypes. The other two options are numbers in
+# it, so all eight cases are taken for each kind of parameters and masters only.
+SETTINGS = list(itertools.product((False, True), repeat=3))
 
 
-def assert_takes_exact_step(lists, lr=1e-3, **options):
-    """Take a step, and compare it with the step of the formulae from the same numbers."""
-    exact = exact_step(lists, lr, **OPTIONS | options)
-    counts = [count.item() for count in lists.state_steps]
-
-    step(lists, lr, **options)
-
-    assert_step(lists, exact)
-    assert [count.item() for count in lists.state_steps] == [count + 1 for count in counts]
-
-
-def assert_same_lists(a, b):
-    for ours, theirs in zip(a.tensors(), b.tensors(), strict=True):
-        assert same_or_short(ours, theirs)
-
-
-def same_or_short(a, b):
-    """Return True if all bits agree. Remainders (int16) are compared as integers."""
-    return torch.equal(a, b) if a.dtype == torch.int16 else same_bits(a, b)
-
-
-@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
-@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
-@pytest.mark.parametrize("amsgrad", [False, True], ids=["plain", "amsgrad"])
+@pytest.mark.vectorised
 @EVERY_COMBINATION
-def test_first_and_later_steps_match_the_formulae(device, dtypes, amsgrad, maximize, decoupled):
-    shapes = [(), 33, (9, 7), 1025]
-    options = {
-        "amsgrad": amsgrad,
-        "maximize": maximize,
-        "decoupled_weight_decay": decoupled,
-    }
-    lists = adam_lists(shapes, device, dtypes, amsgrad=amsgrad, maximize=maximize)
-    for seed in range(1, 4):
-        assert_takes_exact_step(lists, **options)
-        renew_gradients(lists, seed)
+def test_first_and_later_steps_match_the_formulae(device, dtypes):
+    for amsgrad, maximize, decoupled in SETTINGS if dtypes in KINDS else SETTINGS[1::5]:
+        inputs = {"amsgrad": amsgrad, "maximize": maximize}
+        options = {**inputs, "decoupled_weight_decay": decoupled}
+        shapes = [(), 33, (9, 7), 1025]
+        lists, later = (adam_lists(shapes, device, dtypes, steps=t, **inputs) for t in (0, 5))
+        for seed in range(1, 4):
+            assert_takes_exact_step(lists, **options)
+            renew_gradients(lists, seed)
+        assert_takes_exact_step(later, **options)
 
 
 @pytest.mark.sanitizer
-@SOME_COMBINATIONS
+@pytest.mark.vectorised
+@EVERY_KIND
 def test_step_is_exact_at_sizes_around_registers_blocks_and_chunks(device, dtypes):
-    sizes = [*SIZES, 1023, 1024, 1025]  # the CPU converts 16-bit numbers in blocks of 1024
+    sizes = [*SIZES, 1023, 1024, 1025]  # the CPU converts blocks of 256: also after several
     lists = adam_lists(sizes, device, dtypes, amsgrad=True, steps=10)
 
     assert_takes_exact_step(lists, amsgrad=True)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
-@SOME_COMBINATIONS
-def test_step_of_a_single_element_is_exact(device, dtypes, shape):
-    assert_takes_exact_step(adam_lists([shape], device, dtypes, steps=3))
 
 
 @pytest.mark.parametrize("has_masters", [False, True], ids=["without masters", "with masters"])
@@ -101,27 +76,14 @@ def test_tensors_of_all_dtypes_in_one_call_step_as_in_separate_calls(device, has
     assert_same_lists(together, concatenated(*parts))
 
 
-def test_empty_list_is_accepted(device):
-    fused_adam([], [], [], [], [], [], lr=scalar(1e-3, device), **OPTIONS)
-
-
-@SOME_COMBINATIONS
+@EVERY_KIND
 def test_empty_tensors_count_steps_and_do_not_affect_their_neighbours(device, dtypes):
-    shapes = [0, 33, (0, 5), (3, 0), 257, 0]
-    lists = adam_lists(shapes, device, dtypes)
-
-    assert_takes_exact_step(lists)
+    for shapes in ([0, 33, (0, 5), (3, 0), 257, 0], [0, (3, 0)]):
+        assert_takes_exact_step(adam_lists(shapes, device, dtypes))
 
 
-def test_list_of_empty_tensors_counts_steps(device):
-    lists = adam_lists([0, (3, 0)], device)
-
-    step(lists)
-
-    assert [count.item() for count in lists.state_steps] == [1, 1]
-
-
-@SOME_COMBINATIONS
+@pytest.mark.vectorised
+@EVERY_KIND
 def test_tensors_of_one_call_may_have_taken_different_numbers_of_steps(device, dtypes):
     parts = [
         adam_lists([257, 33], device, dtypes, steps=steps, seed=seed)
@@ -131,88 +93,54 @@ def test_tensors_of_one_call_may_have_taken_different_numbers_of_steps(device, d
     assert_takes_exact_step(concatenated(*parts))
 
 
-@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
-@pytest.mark.parametrize("amsgrad", [False, True], ids=["plain", "amsgrad"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_steps_are_close_to_those_of_torch(device, dtype, amsgrad, decoupled):
-    lists = adam_lists([33, 8193], device, Dtypes(dtype, dtype, dtype), amsgrad=amsgrad)
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    theirs = [torch.nn.Parameter(param.clone()) for param in lists.params]
-    optimizer = kind(theirs, lr=1e-3, weight_decay=0.05, amsgrad=amsgrad, foreach=False)
-    for _ in range(5):
-        for parameter, grad in zip(theirs, lists.grads, strict=True):
-            parameter.grad = grad.clone()
-        optimizer.step()
+@EVERY_KIND
+def test_learning_rate_may_be_float32_or_float64(device, dtypes):
+    for dtype in (torch.float32, torch.float64):
+        for shape in ((), (1,)):
+            lists = adam_lists([257], device, dtypes, steps=2)
+            lr = torch.full(shape, 1e-3, dtype=dtype, device=device)
+            exact = exact_step(lists, lr.item())
 
-        step(lists, amsgrad=amsgrad, decoupled_weight_decay=decoupled)
+            step(lists, lr)
 
-    # Each side rounds ten times per step; only the roundings of p itself count in full.
-    for param, parameter in zip(lists.params, theirs, strict=True):
-        torch.testing.assert_close(param, parameter.data, rtol=50 * torch.finfo(dtype).eps, atol=0)
+            assert_step(lists, exact)
 
 
-@SOME_COMBINATIONS
-@pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_learning_rate_may_be_float32_or_float64(device, dtypes, dtype, shape):
-    lists = adam_lists([257], device, dtypes, steps=2)
-    lr = torch.full(shape, 1e-3, dtype=dtype, device=device)
-    exact = exact_step(lists, lr.item(), **OPTIONS)
+@EVERY_KIND
+def test_learning_rate_zero_changes_only_moments(device, dtypes):
+    for decoupled in (True, False):
+        lists = adam_lists([257, 8193], device, dtypes, steps=2)
+        before = lists.clone()
 
-    step(lists, lr)
+        assert_takes_exact_step(lists, lr=0.0, decoupled_weight_decay=decoupled)
 
-    assert_step(lists, exact)
-
-
-@pytest.mark.needs_cuda
-def test_learning_rate_may_stay_on_the_host():
-    lists = adam_lists([257], torch.device("cuda"), steps=2)
-
-    assert_takes_exact_step(lists)
+        assert all(map(same_bits, lists.params + lists.masters, before.params + before.masters))
+        assert not torch.equal(lists.exp_avgs[0], before.exp_avgs[0])
 
 
-@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
-@SOME_COMBINATIONS
-def test_learning_rate_zero_changes_only_moments(device, dtypes, decoupled):
-    lists = adam_lists([257, 8193], device, dtypes, steps=2)
-    before = lists.clone()
-
-    assert_takes_exact_step(lists, lr=0.0, decoupled_weight_decay=decoupled)
-
-    assert all(map(same_bits, lists.params, before.params))
-    assert all(map(same_or_short, lists.masters, before.masters))
-    assert not torch.equal(lists.exp_avgs[0], before.exp_avgs[0])
+@pytest.mark.vectorised
+@EVERY_KIND
+def test_step_is_exact_with_small_betas_and_any_eps(device, dtypes):
+    for beta1, beta2 in [(0.0, 0.999), (0.9, 0.0), (0.0, 0.0), (0.1, 0.25), (0.5, 0.5)]:
+        lists = adam_lists([257], device, dtypes, steps=2)
+        assert_takes_exact_step(lists, beta1=beta1, beta2=beta2)
+    for eps in (0.0, 1.0, 1e3):  # it is added outside the square root
+        assert_takes_exact_step(adam_lists([257], device, dtypes, steps=2), eps=eps)
 
 
-@pytest.mark.parametrize("eps", [0.0, 1.0, 1e3])
-@SOME_COMBINATIONS
-def test_eps_is_added_outside_the_square_root(device, dtypes, eps):
-    assert_takes_exact_step(adam_lists([257], device, dtypes, steps=2), eps=eps)
+def test_eps_zero_with_zero_gradients_gives_nan_as_in_torch(device):
+    for lr in (1e-3, 0.0):
+        parameter = torch.nn.Parameter(torch.ones(33, device=device))
+        parameter.grad = torch.zeros(33, device=device)
+        torch.optim.AdamW([parameter], lr=lr, eps=0.0).step()
+        lists = adam_lists([33], device)
+        lists.grads[0].zero_()
 
+        step(lists, lr, eps=0.0)
 
-@pytest.mark.parametrize("lr", [1e-3, 0.0])
-def test_eps_zero_with_zero_gradients_gives_nan_as_in_torch(device, lr):
-    parameter = torch.nn.Parameter(torch.ones(33, device=device))
-    parameter.grad = torch.zeros(33, device=device)
-    torch.optim.AdamW([parameter], lr=lr, eps=0.0).step()
-    lists = adam_lists([33], device)
-    lists.grads[0].zero_()
-
-    step(lists, lr, eps=0.0)
-
-    assert parameter.isnan().all()
-    assert lists.params[0].isnan().all()
-    assert lists.exp_avgs[0].count_nonzero() == lists.exp_avg_sqs[0].count_nonzero() == 0
-
-
-@pytest.mark.parametrize(
-    ("beta1", "beta2"), [(0.0, 0.999), (0.9, 0.0), (0.0, 0.0), (0.1, 0.25), (0.5, 0.5)]
-)
-@SOME_COMBINATIONS
-def test_step_is_exact_with_small_betas(device, dtypes, beta1, beta2):
-    lists = adam_lists([257], device, dtypes, steps=2)
-
-    assert_takes_exact_step(lists, beta1=beta1, beta2=beta2)
+        assert parameter.isnan().all()
+        assert lists.params[0].isnan().all()
+        assert lists.exp_avgs[0].count_nonzero() == lists.exp_avg_sqs[0].count_nonzero() == 0
 
 
 def test_beta_zero_stores_the_gradient_and_its_square_as_moments(device):
@@ -224,7 +152,7 @@ def test_beta_zero_stores_the_gradient_and_its_square_as_moments(device):
     assert same_bits(lists.exp_avg_sqs[0], lists.grads[0].square())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@EVERY_16_BIT_DTYPE
 def test_parameter_is_its_master_rounded_to_nearest(device, dtype):
     lists = adam_lists([33, 8193], device, Dtypes(dtype, dtype, master=torch.float32))
 
@@ -234,7 +162,7 @@ def test_parameter_is_its_master_rounded_to_nearest(device, dtype):
             assert same_bits(param, master.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@EVERY_16_BIT_DTYPE
 def test_parameter_that_has_a_master_is_not_read(device, dtype):
     lists = adam_lists([8193], device, Dtypes(dtype, dtype, master=torch.float32))
     scrambled = lists.clone()
@@ -254,11 +182,10 @@ def test_parameter_and_remainder_are_the_halves_of_the_master(device):
         for param, remainder, master in zip(
             lists.params, lists.masters, lists.stepped(), strict=True
         ):
-            upper, lower = split(master)
-            assert same_bits(param, upper)
-            assert torch.equal(remainder, lower)
+            assert all(map(same_bits, (param, remainder), split(master)))
 
 
+@pytest.mark.vectorised
 @pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
 @EVERY_MASTER
 def test_masters_step_as_float32_parameters_do(device, dtypes, moment):
@@ -291,42 +218,34 @@ def test_tiny_updates_add_up_in_masters_and_are_lost_without_them(device):
         assert (after(dtypes) == 0.98828125).all()
 
 
-@pytest.mark.parametrize("flag", [1.0, 2.0, 3.0, -1.0, 1e-45, math.inf, math.nan])
-@SOME_COMBINATIONS
-def test_nonzero_flag_leaves_every_bit_and_counter_unchanged(device, dtypes, flag):
+@EVERY_KIND
+def test_nonzero_flag_leaves_every_bit_and_counter_unchanged(device, dtypes):
     lists = adam_lists([33, 0, 8193], device, dtypes, amsgrad=True, steps=4)
     for column in lists.columns()[:5]:
         column[0] = random_bits(33, column[0].dtype, device)
     before = lists.clone()
-    grad_norm = scalar(-1.0, device)
+    signals = {"grad_scale": scalar(4.0, device), "total_norm": scalar(12.0, device)}
 
-    step(
-        lists,
-        amsgrad=True,
-        write_back_grads=True,
-        found_inf=scalar(flag, device),
-        grad_scale=scalar(4.0, device),
-        total_norm=scalar(12.0, device),
-        max_norm=1.0,
-        grad_norm=grad_norm,
-    )
+    for flag in (1.0, 2.0, 3.0, -1.0, 1e-45, math.inf, math.nan):
+        signals |= {"found_inf": scalar(flag, device), "grad_norm": scalar(-1.0, device)}
+        step(lists, amsgrad=True, write_back_grads=True, max_norm=1.0, **signals)
 
-    assert_same_lists(lists, before)
-    assert grad_norm.item() == 3.0  # written although the step is skipped
+        assert_same_lists(lists, before)
+        assert signals["grad_norm"].item() == 3.0  # written although the step is skipped
 
 
-@pytest.mark.parametrize("flag", [0.0, -0.0])
-def test_flag_of_zero_skips_no_step(device, flag):
-    lists = adam_lists([257], device)
-    unflagged = lists.clone()
+def test_flag_of_zero_skips_no_step(device):
+    for flag in (0.0, -0.0):
+        lists = adam_lists([257], device)
+        unflagged = lists.clone()
 
-    step(lists, found_inf=scalar(flag, device))
-    step(unflagged)
+        step(lists, found_inf=scalar(flag, device))
+        step(unflagged)
 
-    assert_same_lists(lists, unflagged)
+        assert_same_lists(lists, unflagged)
 
 
-@SOME_COMBINATIONS
+@EVERY_KIND
 def test_step_after_a_skipped_first_step_counts_as_the_first(device, dtypes):
     lists = adam_lists([33, 8193], device, dtypes)
     unskipped = lists.clone()

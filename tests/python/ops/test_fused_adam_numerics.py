@@ -6,22 +6,24 @@ import pytest
 import torch
 from adam_reference import (
     EVERY_COMBINATION,
+    EVERY_KIND,
     EVERY_MASTER,
     OPTIONS,
-    SOME_COMBINATIONS,
     WITH_MASTERS,
     AdamLists,
     Dtypes,
     adam_lists,
+    assert_same_lists,
     assert_step,
     assert_stored,
     exact_step,
     join,
     split,
+    step,
     take_exact_step,
     with_masters,
 )
-from ampfuse.ops import fused_adam, multi_tensor_norm
+from ampfuse.ops import multi_tensor_norm
 from reference import bits, same_bits
 
 
@@ -29,15 +31,7 @@ def scalar(value, device, dtype=torch.float32):
     return torch.tensor(value, dtype=dtype, device=device)
 
 
-def step(lists, lr=1e-3, **options):
-    fused_adam(*lists.columns(), lr=torch.tensor(lr, dtype=torch.float64), **OPTIONS | options)
-
-
-def assert_same_lists(a, b):
-    for ours, theirs in zip(a.tensors(), b.tensors(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
+@pytest.mark.vectorised
 @EVERY_COMBINATION
 def test_gradients_scaled_by_a_power_of_two_give_the_bits_of_unscaled_ones(device, dtypes):
     unscaled = adam_lists([257, 8193], device, dtypes, steps=2)
@@ -55,30 +49,27 @@ def test_gradients_scaled_by_a_power_of_two_give_the_bits_of_unscaled_ones(devic
     assert_same_lists(scaled, unscaled)
 
 
-@SOME_COMBINATIONS
+@pytest.mark.vectorised
+@EVERY_KIND
 def test_scale_and_clip_factor_multiply_the_gradients(device, dtypes):
     lists = adam_lists([257, 8193], device, dtypes, steps=2)
     before = lists.clone()
     norm_of_unscaled = 7.0 / 3.0
     factor = 1 / 3 * 0.5 / (norm_of_unscaled + 1e-6)
-    exact = exact_step(lists, 1e-3, grad_factor=factor, **OPTIONS)
+    exact = exact_step(lists, grad_factor=factor)
+    signals = {name: scalar(x, device) for name, x in (("grad_scale", 3.0), ("total_norm", 7.0))}
     grad_norm = scalar(0.0, device)
 
-    step(
-        lists,
-        grad_scale=scalar(3.0, device),
-        total_norm=scalar(7.0, device),
-        max_norm=0.5,
-        grad_norm=grad_norm,
-    )
+    step(lists, **signals, max_norm=0.5, grad_norm=grad_norm)
 
     assert_step(lists, exact)
     assert all(map(same_bits, lists.grads, before.grads))
     assert grad_norm.item() == scalar(norm_of_unscaled, device).item()
 
 
+@pytest.mark.vectorised
 @pytest.mark.parametrize("norm_dtype", [torch.float32, torch.float64])
-@SOME_COMBINATIONS
+@EVERY_KIND
 def test_gradients_written_back_are_unscaled_clipped_and_rounded_once(device, dtypes, norm_dtype):
     lists = adam_lists([257, 8193], device, dtypes, steps=2)
     read_only, before = lists.clone(), lists.clone()
@@ -109,16 +100,11 @@ def test_clipping_in_the_step_equals_torch_clipping_before_it(device, dtype, max
     norm = torch.nn.utils.clip_grad_norm_(leaves, max_norm)
     clipped = lists.clone()
     clipped.grads = [leaf.grad for leaf in leaves]
-    exact = exact_step(clipped, 1e-3, **OPTIONS)
+    exact = exact_step(clipped)
+    of_norm = {"total_norm": multi_tensor_norm(lists.grads).total_norm, "max_norm": max_norm}
     grad_norm = scalar(0.0, device)
 
-    step(
-        lists,
-        write_back_grads=True,
-        total_norm=multi_tensor_norm(lists.grads).total_norm,
-        max_norm=max_norm,
-        grad_norm=grad_norm,
-    )
+    step(lists, write_back_grads=True, **of_norm, grad_norm=grad_norm)
 
     # torch's norm is a float32 sum with at most 300 roundings, and its factor has three more. The
     # update has all of this error, and the parameter in proportion to the update.
@@ -130,40 +116,36 @@ def test_clipping_in_the_step_equals_torch_clipping_before_it(device, dtype, max
         assert (off <= rtol * torch.maximum(wanted.before.abs(), wanted.param.abs())).all()
 
 
-@pytest.mark.parametrize(("total_norm", "max_norm"), [(0.0, 1.0), (0.5, 1.0), (5.0, math.inf)])
-@SOME_COMBINATIONS
-def test_norm_within_the_limit_clips_no_gradient(device, dtypes, total_norm, max_norm):
-    lists = adam_lists([257, 8193], device, dtypes, steps=2)
-    unclipped = lists.clone()
-
-    step(lists, write_back_grads=True, total_norm=scalar(total_norm, device), max_norm=max_norm)
+@EVERY_KIND
+def test_norm_within_the_limit_clips_no_gradient(device, dtypes):
+    unclipped = adam_lists([257, 8193], device, dtypes, steps=2)
+    all_of_them = [unclipped.clone() for _ in range(3)]
     step(unclipped)
+    for lists, (total_norm, max_norm) in zip(
+        all_of_them, [(0.0, 1.0), (0.5, 1.0), (5.0, math.inf)], strict=True
+    ):
+        step(lists, write_back_grads=True, total_norm=scalar(total_norm, device), max_norm=max_norm)
 
-    assert_same_lists(lists, unclipped)
+        assert_same_lists(lists, unclipped)
 
 
 @pytest.mark.parametrize("total_norm", [math.nan, math.inf, 5.0])
-@pytest.mark.parametrize("max_norm", [1.0, 0.0, -2.0, math.inf, math.nan])
-def test_special_norms_and_limits_act_as_in_torch(device, total_norm, max_norm):
-    lists = adam_lists([5], device)
-    lists.grads[0].copy_(torch.tensor([2.0, -2.0, 0.0, math.inf, math.nan]))
-    leaf = torch.nn.Parameter(lists.params[0].clone())
-    leaf.grad = lists.grads[0].clone()
-    torch.nn.utils.clip_grads_with_norm_([leaf], max_norm, scalar(total_norm, device))
-    torch.optim.AdamW([leaf], lr=1e-3, weight_decay=OPTIONS["weight_decay"]).step()
-    grad_norm = scalar(0.0, device)
+def test_special_norms_and_limits_act_as_in_torch(device, total_norm):
+    norm = scalar(total_norm, device)
+    for max_norm in (1.0, 0.0, -2.0, math.inf, math.nan):
+        lists = adam_lists([5], device)
+        lists.grads[0].copy_(torch.tensor([2.0, -2.0, 0.0, math.inf, math.nan]))
+        leaf = torch.nn.Parameter(lists.params[0].clone())
+        leaf.grad = lists.grads[0].clone()
+        torch.nn.utils.clip_grads_with_norm_([leaf], max_norm, norm)
+        torch.optim.AdamW([leaf], lr=1e-3, weight_decay=OPTIONS["weight_decay"]).step()
+        grad_norm = scalar(0.0, device)
 
-    step(
-        lists,
-        write_back_grads=True,
-        total_norm=scalar(total_norm, device),
-        max_norm=max_norm,
-        grad_norm=grad_norm,
-    )
+        step(lists, write_back_grads=True, total_norm=norm, max_norm=max_norm, grad_norm=grad_norm)
 
-    torch.testing.assert_close(lists.grads[0], leaf.grad, rtol=1e-6, atol=0, equal_nan=True)
-    torch.testing.assert_close(lists.params[0], leaf.data, rtol=1e-6, atol=0, equal_nan=True)
-    torch.testing.assert_close(grad_norm, scalar(total_norm, device), equal_nan=True)
+        ours, theirs = [lists.grads[0], lists.params[0]], [leaf.grad, leaf.data]
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0, equal_nan=True)
+        torch.testing.assert_close(grad_norm, norm, equal_nan=True)
 
 
 @pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
@@ -182,6 +164,7 @@ def test_squares_of_float16_gradients_never_pass_through_float16(device, master,
     assert same_bits(narrow.exp_avgs[0], wide.exp_avgs[0])
 
 
+@pytest.mark.vectorised
 @pytest.mark.parametrize(
     ("dtype", "mean", "square"),
     [
@@ -193,11 +176,9 @@ def test_squares_of_float16_gradients_never_pass_through_float16(device, master,
 def test_subnormal_moments_survive(device, dtype, mean, square):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     lists = adam_lists([33], device, Dtypes(wide, wide, dtype), amsgrad=True, steps=2)
-    lists.grads[0].fill_(mean)
-    lists.exp_avgs[0].fill_(mean)
-    lists.exp_avg_sqs[0].fill_(square)
-    lists.max_exp_avg_sqs[0].fill_(square)
-    exact = exact_step(lists, 1e-3, **OPTIONS | {"amsgrad": True})
+    for column, value in zip(lists.columns()[1:5], (mean, mean, square, square), strict=True):
+        column[0].fill_(value)
+    exact = exact_step(lists, amsgrad=True)
 
     step(lists, amsgrad=True)
 
@@ -205,7 +186,7 @@ def test_subnormal_moments_survive(device, dtype, mean, square):
         assert bits(tensor).count_nonzero() == 33
     # The arithmetic rounds three times, each time by half a step of the subnormal numbers.
     info = torch.finfo(wide)
-    error = torch.full_like(exact[0].grad, 1.5 * info.smallest_normal * info.eps)
+    error = torch.full_like(exact[0].exp_avg, 1.5 * info.smallest_normal * info.eps)
     assert_stored(lists.exp_avgs[0], exact[0].exp_avg, error)
     assert_stored(lists.exp_avg_sqs[0], exact[0].exp_avg_sq, error)
 
@@ -222,26 +203,22 @@ def test_subnormal_parameters_and_masters_survive(device, dtypes):
     assert torch.equal(bits(lists.stepped()[0])[1:], noise[1:])
 
 
-@pytest.mark.parametrize("column", ["stepped", "grads", "exp_avgs", "exp_avg_sqs"])
+@pytest.mark.vectorised
 @EVERY_MASTER
-def test_nan_and_infinity_spread_as_in_float32_parameters(device, dtypes, column):
-    wide = adam_lists([33], device, amsgrad=True, steps=2)
-    target = wide.params if column == "stepped" else getattr(wide, column)
-    target[0][:3] = torch.tensor([math.nan, math.inf, -math.inf])
-    narrow = with_masters(wide, dtypes)
+def test_nan_and_infinity_spread_as_in_float32_parameters(device, dtypes):
+    for column in ("params", "grads", "exp_avgs", "exp_avg_sqs"):
+        wide = adam_lists([33], device, amsgrad=True, steps=2)
+        getattr(wide, column)[0][:3] = torch.tensor([math.nan, math.inf, -math.inf])
+        narrow = with_masters(wide, dtypes)
 
-    step(wide, amsgrad=True)
-    step(narrow, amsgrad=True)
+        step(wide, amsgrad=True)
+        step(narrow, amsgrad=True)
 
-    assert torch.equal(narrow.params[0].isfinite(), wide.params[0].isfinite())
-    for ours, theirs in zip(
-        narrow.stepped() + narrow.exp_avgs + narrow.exp_avg_sqs,
-        wide.params + wide.exp_avgs + wide.exp_avg_sqs,
-        strict=True,
-    ):
+        assert torch.equal(narrow.params[0].isfinite(), wide.params[0].isfinite()), column
+        ours, theirs = (x.stepped() + x.exp_avgs + x.exp_avg_sqs for x in (narrow, wide))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-    assert wide.params[0][3:].isfinite().all()
-    assert wide.params[0][0].isnan()
+        assert wide.params[0][3:].isfinite().all()
+        assert wide.params[0][0].isnan()
 
 
 def test_remainders_keep_masters_of_every_lower_half(device):
@@ -267,69 +244,37 @@ def test_remainders_keep_masters_of_every_lower_half(device):
     assert torch.equal(bits(join(param, remainder))[~was_nan], bits(numbers)[~was_nan])
 
 
-ELEMENTS = 278_011  # an odd number, several chunks
-AGGRESSIVE = {"lr": 1.0, "beta1": 0.1, "beta2": 0.25}
-DEFAULTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999}
-
-
 def torchs_step(lists, **options):
     lists.state_steps[0] += 1
     del options["decoupled_weight_decay"]
     torch._fused_adamw_(*lists.columns()[:6], **options)
 
 
-def runs(device, elements=ELEMENTS):
-    """Return three copies of the same initial lists: two in float32, and one in float64."""
-    random = torch.Generator(device).manual_seed(0)
-    start, zeros = torch.randn(elements, generator=random, device=device), torch.zeros(elements)
-    moments = [zeros.to(device)], [zeros.to(device)], []
-    single = AdamLists([start], [], *moments, [torch.zeros((), device=device)], []).clone()
-    double = AdamLists(*([x.double() for x in column] for column in single.columns()))
-    return single, single.clone(), double
-
-
-def gradient(t, device, elements=ELEMENTS):
-    """Return the gradient of step t in float16."""
-    random = torch.Generator(device).manual_seed(t)
-    return torch.randn(elements, generator=random, device=device).half()
-
-
-def distances(ours, theirs, exact):
-    return ((x.params[0].double() - exact.params[0]).abs() for x in (ours, theirs))
-
-
 def root_mean_square(x):
     return x.square().mean().sqrt().item()
 
 
-EVERY_SETTING = pytest.mark.parametrize("settings", [AGGRESSIVE, DEFAULTS], ids=["lr 1", "usual"])
-
-
-@EVERY_SETTING
-def test_first_step_is_as_accurate_as_that_of_torch(device, settings):
-    options = OPTIONS | {"weight_decay": 0.01} | settings
-    ours, theirs, exact = runs(device)
-    for lists in (ours, theirs, exact):
-        lists.grads = [gradient(1, device).float()]
-
-    step(ours, **options)
-    torchs_step(theirs, **options)
-    take_exact_step(exact, **options)
-
-    # Largest distances are not compared: their ratio varies within 0.75 … 1.3 from seed to seed.
-    off, torchs = distances(ours, theirs, exact)
-    assert root_mean_square(off) <= 1.1 * root_mean_square(torchs)
-
-
 @pytest.mark.slow
-@EVERY_SETTING
+@pytest.mark.parametrize(
+    "settings",
+    [{"lr": 1.0, "beta1": 0.1, "beta2": 0.25}, {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999}],
+    ids=["aggressive", "usual"],
+)
 def test_thousand_steps_are_as_accurate_as_those_of_torch(device, settings):
     options = OPTIONS | {"weight_decay": 0.01} | settings
-    elements = ELEMENTS // 8
-    ours, theirs, exact = runs(device, elements)
+    elements = 34_751  # an odd number, several chunks
+    random = torch.Generator(device).manual_seed(0)
+
+    def noise():
+        return torch.randn(elements, generator=random, device=device)
+
+    moments = [torch.zeros(elements, device=device)], [torch.zeros(elements, device=device)]
+    ours = AdamLists([noise()], [], *moments, [], [torch.zeros((), device=device)], [])
+    theirs = ours.clone()
+    exact = AdamLists(*([x.double() for x in column] for column in ours.columns()))
     narrow = halves, bfloats, split_up = [with_masters(ours, dtypes) for dtypes in WITH_MASTERS]
     for t in range(1, 1001):
-        grad = gradient(t, device, elements)
+        grad = noise().half()
         ours.grads, theirs.grads, exact.grads = [grad.float()], [grad.float()], [grad.float()]
         for lists in narrow:
             lists.grads = [grad]
@@ -338,8 +283,11 @@ def test_thousand_steps_are_as_accurate_as_those_of_torch(device, settings):
         torchs_step(theirs, **options)
         take_exact_step(exact, **options)
 
-    off, torchs = distances(ours, theirs, exact)
-    assert root_mean_square(off) <= 1.1 * root_mean_square(torchs)
+        if t in (1, 1000):
+            off, torchs = ((x.params[0].double() - exact.params[0]).abs() for x in (ours, theirs))
+            assert root_mean_square(off) <= 1.1 * root_mean_square(torchs)
+
+    # Largest distances after one step are not compared: their ratio is 0.75 … 1.3 for other seeds.
     assert off.max() <= 1.1 * torchs.max()
     for lists in narrow:
         assert same_bits(lists.stepped()[0], ours.params[0])

@@ -6,40 +6,21 @@ import numpy as np
 import pytest
 import torch
 from ampfuse.ops import update_scale
+from scale_reference import Scale
 
-OPTIONS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
-NO_NORMS = [0.0, 0.0, 0.0, math.inf]
 WINDOW, FIRST = 128, 64
+SKIPPING = {"skip_outliers": 6.0}
 
 
-class Scale:
-    """A loss scale with statistics of norms, and a history of one update."""
+@pytest.fixture
+def scale(device):
+    return Scale(device, history=1, statistics=True)
 
-    def __init__(self, device):
-        self.device = device
-        self.scale = torch.tensor(1024.0, device=device)
-        self.growth_tracker = torch.tensor(0, dtype=torch.int32, device=device)
-        self.counters = torch.tensor([1, 0, 0], device=device)
-        self.history = torch.zeros(1, 3, device=device)
-        self.norms = torch.tensor(NO_NORMS, dtype=torch.float64, device=device)
 
-    def arguments(self, norm, flag=0.0):
-        return {
-            "scale": self.scale,
-            "growth_tracker": self.growth_tracker,
-            "counters": self.counters,
-            "found_infs": [torch.tensor(flag, device=self.device)],
-            "history": self.history,
-            "norm": torch.tensor(norm, device=self.device),
-            "norms": self.norms,
-            "skip_outliers": 6.0,
-            **OPTIONS,
-        }
-
-    def update(self, norm, flag=0.0):
-        """Return the kind of the step in the history: 0 if it was taken, 2 if an outlier."""
-        update_scale(**self.arguments(norm, flag))
-        return int(self.history[0, 1].item())
+def kind_of(scale, norm, flag=0.0):
+    """Update, and return the kind of the step: 0 if it was taken, 2 if it was an outlier."""
+    scale.update(flag, norm=norm, **SKIPPING)
+    return int(scale.history[0, 1].item())
 
 
 def reference(norms, factor=6.0):
@@ -60,115 +41,106 @@ def random_norms(size, spread=0.5):
     return torch.tensor(np.random.default_rng(0).lognormal(1.0, spread, size)).float().tolist()
 
 
-@pytest.mark.parametrize("size", [1, 63, 64, 65, 400])
-def test_statistics_match_the_reference(device, size):
-    norms, scale = random_norms(size), Scale(device)
-    for norm in norms:
-        scale.update(norm)
-    torch.testing.assert_close(scale.norms.tolist(), reference(norms), rtol=1e-12, atol=0)
+def test_statistics_match_the_reference(scale):
+    norms = random_norms(400)
+    for count, norm in enumerate(norms, 1):
+        kind_of(scale, norm)
+        if count in (1, FIRST - 1, FIRST, FIRST + 1, 400):
+            expected = reference(norms[:count])
+            torch.testing.assert_close(scale.norms.tolist(), expected, rtol=1e-12, atol=0)
 
 
-def test_first_statistics_are_those_of_numpy(device):
-    norms, scale = random_norms(100), Scale(device)
+def test_first_statistics_are_those_of_numpy(scale):
+    norms = random_norms(100)
     for norm in norms:
-        assert scale.update(norm) == 0
+        assert kind_of(scale, norm) == 0
     logs = np.log(np.array(norms))
     assert scale.norms[1].item() == pytest.approx(logs.mean(), rel=1e-12)
     assert scale.norms[2].item() == pytest.approx(logs.var(), rel=1e-12)
 
 
-def test_no_step_is_an_outlier_before_64_norms_are_known(device):
-    scale = Scale(device)
-    kinds = [scale.update(norm) for norm in [1.0] * 62 + [1e30, 1.0]]
+def test_no_step_is_an_outlier_before_64_norms_are_known(scale):
+    kinds = [kind_of(scale, norm) for norm in [1.0] * 62 + [1e30, 1.0]]
     assert kinds == [0] * 64
     assert scale.norms[3].item() < math.inf
 
 
-def test_outlier_changes_neither_scale_nor_tracker_as_an_overflow_does(device):
-    scale = Scale(device)
+def test_outlier_changes_neither_scale_nor_tracker_as_an_overflow_does(scale):
     for norm in random_norms(99):
-        scale.update(norm)
+        kind_of(scale, norm)
     before = scale.scale.item(), scale.counters[1].item()
-    assert scale.update(1000.0) == 2
+    assert kind_of(scale, 1000.0) == 2
     assert scale.growth_tracker.item() == 1  # the interval is 3, so it has just grown
     assert (scale.scale.item() / 2 ** (100 // 3 - 99 // 3), scale.counters[1].item()) == before
-    assert scale.update(1000.0, flag=1.0) == 1
+    assert kind_of(scale, 1000.0, flag=1.0) == 1
     assert scale.growth_tracker.item() == 0
 
 
-def test_nearly_equal_norms_are_no_outliers(device):
-    scale = Scale(device)
+def test_nearly_equal_norms_are_no_outliers(scale):
     for _ in range(200):
-        scale.update(1.0)
+        kind_of(scale, 1.0)
     assert scale.norms[3].item() == pytest.approx(math.exp(0.6))
-    assert [scale.update(1.5), scale.update(2.0)] == [0, 2]
+    assert [kind_of(scale, 1.5), kind_of(scale, 2.0)] == [0, 2]
 
 
-def test_one_outlier_hardly_changes_the_limit_and_a_lasting_change_is_accepted(device):
-    scale = Scale(device)
+def test_one_outlier_hardly_changes_the_limit_and_a_lasting_change_is_accepted(scale):
     for norm in random_norms(300):
-        scale.update(norm)
+        kind_of(scale, norm)
     limit = scale.norms[3].item()
-    assert scale.update(1e20) == 2
+    assert kind_of(scale, 1e20) == 2
     assert scale.norms[3].item() < 3 * limit
-    kinds = [scale.update(1000 * norm) for norm in random_norms(300)]
+    kinds = [kind_of(scale, 1000 * norm) for norm in random_norms(300)]
     accepted = kinds.index(0)
     assert 1 < accepted < 50
     assert kinds[100:] == [0] * 200
 
 
-@pytest.mark.parametrize("norm", [math.inf, math.nan, 0.0, -1.0])
-def test_norms_without_a_finite_logarithm_are_left_out(device, norm):
-    scale = Scale(device)
-    scale.update(2.0)
+def test_norms_without_a_finite_logarithm_are_left_out(scale):
+    kind_of(scale, 2.0)
     before = scale.norms.tolist()
-    scale.update(norm, flag=1.0)
-    assert scale.norms.tolist() == before
+    for norm in (math.inf, math.nan, 0.0, -1.0):
+        kind_of(scale, norm, flag=1.0)
+        assert scale.norms.tolist() == before, norm
 
 
-def test_largest_and_smallest_norms_are_counted(device):
-    scale, largest = Scale(device), torch.finfo(torch.float32).max
+def test_largest_and_smallest_norms_are_counted(scale):
+    largest = torch.finfo(torch.float32).max
     for _ in range(70):
-        assert scale.update(largest) == 0
-        assert scale.update(2.0**-149) == 0
+        assert kind_of(scale, largest) == 0
+        assert kind_of(scale, 2.0**-149) == 0
     assert scale.norms[0].item() == 140
     assert scale.norms.isfinite().all()
 
 
-def test_limit_may_be_infinite(device):
-    scale = Scale(device)
+def test_limit_may_be_infinite(scale):
     for _ in range(64):
-        update_scale(**scale.arguments(1.0) | {"skip_outliers": 1e4})
+        scale.update(0, norm=1.0, skip_outliers=1e4)
     assert scale.norms[3].item() == math.inf
-    assert scale.update(math.inf) == 0  # an overflow whose flag is not set
+    assert kind_of(scale, math.inf) == 0  # an overflow whose flag is not set
 
 
-def test_nan_in_damaged_statistics_skips_nothing(device):
-    scale = Scale(device)
+def test_nan_in_damaged_statistics_skips_nothing(scale):
     scale.norms.fill_(math.nan)
-    assert scale.update(1e30) == 0
+    assert kind_of(scale, 1e30) == 0
 
 
-def test_op_check(device):
-    arguments = Scale(device).arguments(2.0)
-    positional = [arguments.pop(name) for name in ("scale", "growth_tracker", "counters")]
-    positional.append(arguments.pop("found_infs"))
-    torch.library.opcheck(torch.ops.ampfuse.update_scale.default, tuple(positional), arguments)
+def test_op_check(scale):
+    arguments = scale.arguments(0.0, norm=2.0, **SKIPPING)
+    names = ("scale", "growth_tracker", "counters", "found_infs")
+    positional = tuple(arguments.pop(name) for name in names)
+    torch.library.opcheck(torch.ops.ampfuse.update_scale.default, positional, arguments)
 
 
-@pytest.mark.slow
 def test_compiled_updates_equal_eager_updates(device):
-    eager, compiled = Scale(device), Scale(device)
+    eager, compiled = (Scale(device, history=5, statistics=True) for _ in range(2))
     step = torch.compile(lambda tensors: update_scale(**tensors), fullgraph=True)
-    for norm in [*random_norms(70), 1000.0]:
-        eager.update(norm)
-        step(compiled.arguments(norm))
-    assert torch.equal(compiled.norms, eager.norms)
-    assert torch.equal(compiled.history, eager.history)
-    assert compiled.history[0, 1].item() == 2
+    norms = [*random_norms(70), 1000.0]
+    for norm, flag in zip(norms, [0.0, 1.0, *[0.0] * 69], strict=True):
+        eager.update(flag, norm=norm, **SKIPPING)
+        step(compiled.arguments(flag, norm=norm, **SKIPPING))
 
-
-def test_version_of_the_statistics_rises(device):
-    scale = Scale(device)
-    scale.update(1.0)
-    assert scale.norms._version == 1
+    of_both = (
+        [x.scale, x.growth_tracker, x.counters, x.history, x.norms] for x in (eager, compiled)
+    )
+    assert all(map(torch.equal, *of_both))
+    assert compiled.history[70 % 5, 1].item() == 2

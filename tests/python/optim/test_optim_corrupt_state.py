@@ -2,15 +2,15 @@
 
 import copy
 import random
-from collections.abc import Sequence
 
 import ampfuse
 import numpy
 import pytest
 import torch
-from optim_models import assert_same_bits, clones, feed, parameters, train, trained
+from optim_models import assert_same_bits, clones, parameters, train, trained
 from torch.nn import Parameter
 
+CPU = torch.device("cpu")
 CONFIGURATIONS = {
     "float32": (torch.float32, {}),
     "float32 amsgrad": (torch.float32, {"amsgrad": True}),
@@ -19,9 +19,6 @@ CONFIGURATIONS = {
     "bfloat16 moments": (torch.float16, {"state_dtype": torch.bfloat16}),
     "no masters": (torch.bfloat16, {"master_weights": False, "amsgrad": True}),
 }
-EVERY_CONFIGURATION = pytest.mark.parametrize(
-    ("dtype", "options"), CONFIGURATIONS.values(), ids=list(CONFIGURATIONS)
-)
 
 
 def freed(tensor):
@@ -55,6 +52,13 @@ JUNK = {
     "NaN": lambda value: torch.full_like(torch.as_tensor(value, dtype=torch.float32), torch.nan),
     "nothing": None,
 }
+# Every kind damages the state of one configuration. In the others the same checks meet entries of
+# other names and dtypes, so three kinds do: a wrong type, a wrong tensor and a missing entry.
+DAMAGES = [
+    (configuration, kind)
+    for configuration in CONFIGURATIONS
+    for kind in (JUNK if configuration == "masters" else ("None", "another shape", "nothing"))
+]
 
 
 def picture(optimizer):
@@ -64,19 +68,18 @@ def picture(optimizer):
         for group in optimizer.param_groups
     ]
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    state = [dict(optimizer.state.get(param, {})) for param in params]
-    tensors = [(state, {name: id(value) for name, value in state.items()}) for state in state]
-    values = [clones(v for v in s.values() if isinstance(v, torch.Tensor)) for s in state]
-    return copy.deepcopy(groups), tensors, values, clones(params)
+    states = [dict(optimizer.state.get(param, {})) for param in params]
+    objects = [{name: id(value) for name, value in state.items()} for state in states]
+    tensors = [value for s in states for value in s.values() if isinstance(value, torch.Tensor)]
+    # The states keep their tensors alive, so that no new tensor gets the id of one of them.
+    return copy.deepcopy(groups), objects, clones([*tensors, *params]), states
 
 
 def assert_unchanged(optimizer, before):
-    groups, tensors, values, params = picture(optimizer)
+    groups, objects, values, _ = picture(optimizer)
     assert groups == before[0]
-    assert [ids for _, ids in tensors] == [ids for _, ids in before[1]]
-    for now, then in zip(values, before[2], strict=True):
-        assert_same_bits(now, then)
-    assert_same_bits(params, before[3])
+    assert objects == before[1]
+    assert_same_bits(values, before[2])
 
 
 def put(container, name, junk):
@@ -98,179 +101,146 @@ def load_damaged(optimizer, params, saved):
     return None
 
 
-@EVERY_CONFIGURATION
-@pytest.mark.parametrize("kind", JUNK)
-@pytest.mark.parametrize(
-    "name", ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "whole state"]
-)
-def test_damaged_state_entry_is_refused_before_anything_is_loaded(dtype, options, kind, name):
-    params = parameters(torch.device("cpu"), dtype)
+def trained_and_saved(dtype=torch.bfloat16, **options):
+    """Return parameters, their optimizer, and its state dict before two steps at another rate."""
+    params = parameters(CPU, dtype)
     optimizer = trained(lambda p: ampfuse.AdamW(p, **options), params, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
-    last = max(saved["state"])
-    if name == "whole state":
-        put(saved["state"], last, JUNK[kind] and (lambda _: JUNK[kind](torch.ones(2, 3))))
-    elif name in saved["state"][last]:
-        put(saved["state"][last], name, JUNK[kind])
-    else:
-        pytest.skip("these have none")
+    optimizer.param_groups[0]["lr"] = 0.5
     train(optimizer, params, range(2, 4))
+    return params, optimizer, saved
 
-    error = load_damaged(optimizer, params, saved)
 
-    may_be_missing = ("max_exp_avg_sq", "master_param", "whole state")
+def is_still_valid(name, kind):
     if kind == "nothing":
-        assert (error is None) == (name in may_be_missing)
-    elif kind == "NaN":
-        assert (error is None) == (name not in ("step", "whole state"))
-    elif name == "step" and kind in ("a number", "integers", "bools"):
-        assert error is None
-    else:
-        assert error is not None
-        assert "loaded state dict" in str(error)
+        return name in ("max_exp_avg_sq", "master_param", "whole state")
+    if kind == "NaN":
+        return name not in ("step", "whole state")
+    return name == "step" and kind in ("a number", "integers", "bools")
+
+
+@pytest.mark.parametrize(("configuration", "kind"), DAMAGES)
+def test_damaged_state_entry_is_refused_before_anything_is_loaded(configuration, kind):
+    dtype, options = CONFIGURATIONS[configuration]
+    params, optimizer, good = trained_and_saved(dtype, **options)
+    last = max(good["state"])
+    for name in (*good["state"][last], "whole state"):
+        saved = copy.deepcopy(good)
+        if name == "whole state":
+            put(saved["state"], last, JUNK[kind] and (lambda _: JUNK[kind](torch.ones(2, 3))))
+        else:
+            put(saved["state"][last], name, JUNK[kind])
+
+        error = load_damaged(optimizer, params, saved)
+
+        assert (error is None) == is_still_valid(name, kind), f"{name}: {error}"
+        if error is not None:
+            is_of_state = name == "whole state" or kind == "nothing"
+            where = f"parameter {last}" if is_of_state else f"{name} of parameter {last}"
+            assert f"loaded state dict: {where}: expected" in str(error)
+        if kind == "another shape" and name not in ("step", "whole state"):
+            assert "expected shape (2, 3), got (7, 3)" in str(error)
 
 
 @pytest.mark.parametrize("saved_by", [ampfuse.AdamW, torch.optim.AdamW])
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [
+def test_state_that_is_not_a_dict_is_refused_with_its_type(saved_by):
+    params, optimizer, _ = trained_and_saved()
+    for state, words in (
         (None, "state: expected a dict, got NoneType"),
         ([1.0], "state: expected a dict, got list"),
         ({0: 5}, "parameter 0: expected a dict, got int"),
-    ],
-)
-def test_state_that_is_not_a_dict_is_refused_with_its_type(saved_by, state, words):
-    params = parameters(torch.device("cpu"), torch.bfloat16)
-    optimizer = trained(ampfuse.AdamW, params, range(2))
-    saved = saved_by(params).state_dict() | {"state": state}
+    ):
+        error = load_damaged(optimizer, params, saved_by(params).state_dict() | {"state": state})
+        assert isinstance(error, TypeError)
+        assert f"loaded state dict: {words}" in str(error)
 
+
+def test_state_of_another_model_is_refused():
+    params, optimizer, _ = trained_and_saved()
+    for groups, words in (
+        (2, "different number of parameter groups"),
+        (1, "doesn't match the size of optimizer's"),
+    ):
+        other = ampfuse.AdamW([{"params": [torch.ones(3)]} for _ in range(groups)])
+        assert words in str(load_damaged(optimizer, params, other.state_dict()))
+    train(optimizer, params, [4])
+
+
+def test_bare_remainders_are_refused_as_masters():
+    params, optimizer, saved = trained_and_saved(master_weights="remainder")
+    saved["state"][0]["master_param"] = optimizer.state[params[0]]["master_param"].clone()
     error = load_damaged(optimizer, params, saved)
-
-    assert isinstance(error, TypeError)
-    assert f"loaded state dict: {words}" in str(error)
+    assert "master_param of parameter 0: expected a floating-point tensor" in str(error)
 
 
-@pytest.mark.parametrize("value", ["0.9", None, [0.9], {"a": 1}, numpy.ones(3), torch.ones(2)])
 @pytest.mark.parametrize(
     "name",
     [
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "amsgrad",
-        "maximize",
-        "decoupled_weight_decay",
-        "max_grad_norm",
-        "write_back_grads",
+        *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
+        *("max_grad_norm", "write_back_grads"),
     ],
 )
-def test_damaged_group_option_is_refused_before_anything_is_loaded(name, value):
-    params = parameters(torch.device("cpu"), torch.bfloat16)
-    optimizer = trained(ampfuse.AdamW, params, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    train(optimizer, params, range(2, 4))
-    saved["param_groups"][0][name] = value
-
-    error = load_damaged(optimizer, params, saved)
-
-    is_fine = name == "max_grad_norm" and value is None
-    assert (error is None) == is_fine
-    assert is_fine or name in str(error)
+def test_damaged_group_option_is_refused_before_anything_is_loaded(name):
+    params, optimizer, saved = trained_and_saved()
+    for value in ("0.9", None, [0.9], {"a": 1}, numpy.ones(3), torch.ones(2)):
+        saved["param_groups"][0][name] = value
+        error = load_damaged(optimizer, params, copy.deepcopy(saved))
+        is_fine = name == "max_grad_norm" and value is None
+        assert (error is None) == is_fine, f"{value}: {error}"
+        assert is_fine or name in str(error)
 
 
-@pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay"])
-def test_group_that_lacks_an_option_is_refused_before_anything_is_loaded(name):
-    params = parameters(torch.device("cpu"), torch.bfloat16)
-    optimizer = trained(ampfuse.AdamW, params, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    train(optimizer, params, range(2, 4))
-    del saved["param_groups"][0][name]
-
-    error = load_damaged(optimizer, params, saved)
-
-    assert isinstance(error, KeyError)
-    assert f"group 0 lacks {name}: expected lr, betas, eps and weight_decay" in str(error)
-
-
-class ListConfig(Sequence):
-    """A sequence that is no `list`, as some configuration libraries have."""
-
-    def __init__(self, *items):
-        self.items = items
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, index):
-        return self.items[index]
+def test_group_that_lacks_options_is_refused_and_a_complete_one_loads_afterwards():
+    params, optimizer, good = trained_and_saved()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)  # which loading writes in place
+    for names in (("lr",), ("betas",), ("eps",), ("weight_decay",), ("betas", "eps")):
+        saved = copy.deepcopy(good)
+        for name in names:
+            del saved["param_groups"][0][name]
+        error = load_damaged(optimizer, params, saved)
+        assert isinstance(error, KeyError)
+        expected = f"group 0 lacks {' and '.join(names)}: expected lr, betas, eps and weight_decay"
+        assert expected in str(error)
+    assert load_damaged(optimizer, params, good) is None
 
 
-@pytest.mark.parametrize("betas", [[0.9, 0.95], ListConfig(0.9, 0.95), numpy.array([0.9, 0.95])])
-@pytest.mark.parametrize("flag", [True, 1, numpy.bool_(True)])
-def test_list_like_betas_and_bool_like_flags_are_accepted_and_saved(betas, flag, tmp_path):
-    params, others = (parameters(torch.device("cpu"), torch.bfloat16) for _ in range(2))
-
-    optimizer = trained(lambda p: ampfuse.AdamW(p, betas=betas, amsgrad=flag), params, range(3))
-
-    plain = trained(lambda p: ampfuse.AdamW(p, betas=(0.9, 0.95), amsgrad=True), others, range(3))
-    assert_same_bits(params, others)
-    assert optimizer.param_groups[0]["amsgrad"] is True
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    plain.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-
-
-@pytest.mark.parametrize("step", [-5.0, torch.nan, torch.inf])
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_negative_or_non_finite_step_counter_is_refused(step, as_tensor):
-    params = parameters(torch.device("cpu"))
-    optimizer = trained(ampfuse.AdamW, params, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["step"] = torch.tensor(float(step)) if as_tensor else step
-
-    error = load_damaged(optimizer, params, saved)
-
-    assert "step of parameter 0: expected a finite number, at least 0" in str(error)
+def test_negative_or_non_finite_step_counter_is_refused():
+    params, optimizer, saved = trained_and_saved()
+    for step in (-5.0, torch.nan, torch.inf):
+        for value in (step, torch.tensor(step)):
+            saved["state"][0]["step"] = value
+            error = load_damaged(optimizer, params, saved)
+            assert "step of parameter 0: expected a finite number, at least 0" in str(error)
 
 
 def test_programs_own_state_entry_may_change_type_while_graphs_hold_the_state():
-    params = parameters(torch.device("cpu"))
-    optimizer = trained(ampfuse.AdamW, params, range(2))
+    params, optimizer, saved = trained_and_saved()
     optimizer._is_in_graphs = True
-    saved = copy.deepcopy(optimizer.state_dict())
     for entry in (torch.ones(3), 3):
         saved["state"][0]["note"] = entry
-
         optimizer.load_state_dict(saved)
-
         kept = optimizer.state[params[0]]["note"]
         assert type(kept) is type(entry)
         assert torch.equal(torch.as_tensor(kept), torch.as_tensor(entry))
 
 
 def test_masters_are_synced_although_a_loaded_state_belongs_to_no_parameter():
-    params = parameters(torch.device("cpu"), torch.bfloat16)
-    optimizer = trained(ampfuse.AdamW, params, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
+    params, optimizer, saved = trained_and_saved()
     saved["state"][77] = saved["state"][0]
     optimizer.load_state_dict(saved)
-
     optimizer.sync_masters_from_model()
-
     assert_same_bits(optimizer.master_params(), [param.float() for param in params])
 
 
-@EVERY_CONFIGURATION
-@pytest.mark.parametrize("in_graphs", [False, True])
-def test_randomly_damaged_state_dict_loads_completely_or_not_at_all(dtype, options, in_graphs):
-    """Load 170 dictionaries in each case; the values of an accepted one stay for the next load."""
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_randomly_damaged_state_dict_loads_completely_or_not_at_all(configuration):
+    """Load 200 dictionaries; the values of an accepted one stay for the next load."""
     rng = random.Random(0)
-    params = parameters(torch.device("cpu"), dtype)
-    optimizer = trained(lambda p: ampfuse.AdamW(p, **options), params, range(2))
-    optimizer._is_in_graphs = in_graphs
-    good = copy.deepcopy(optimizer.state_dict())
+    dtype, options = CONFIGURATIONS[configuration]
+    params, optimizer, good = trained_and_saved(dtype, **options)
     refused = 0
-    for _ in range(170):
+    for number in range(200):
+        optimizer._is_in_graphs = number % 2 == 1  # values are copied to the present tensors
         saved = {
             "state": {key: dict(state) for key, state in good["state"].items()},
             "param_groups": [dict(group) for group in good["param_groups"]],
@@ -318,21 +288,13 @@ def test_time_of_loading_grows_linearly_with_the_number_of_parameters():
 
 
 def test_refused_load_leaves_a_new_optimizer_without_state():
-    params = parameters(torch.device("cpu"), torch.bfloat16)
-    saved = copy.deepcopy(trained(ampfuse.AdamW, params, range(2)).state_dict())
+    *_, saved = trained_and_saved()
     saved["state"][4]["exp_avg"] = None
-    others = parameters(torch.device("cpu"), torch.bfloat16)
-    optimizer = ampfuse.AdamW(others)
-
-    with pytest.raises(TypeError, match="exp_avg of parameter 4: expected a tensor, got NoneType"):
-        optimizer.load_state_dict(saved)
-
+    params = parameters(CPU, torch.bfloat16)
+    optimizer = ampfuse.AdamW(params)
+    error = load_damaged(optimizer, params, saved)
+    assert "exp_avg of parameter 4: expected a tensor, got NoneType" in str(error)
     assert not optimizer.state
-    feed(others, 0)
-    optimizer.step()
-    fresh = parameters(torch.device("cpu"), torch.bfloat16)
-    trained(ampfuse.AdamW, fresh, range(1))
-    assert_same_bits(others, fresh)
 
 
 def test_state_of_sgd_is_refused_with_the_missing_and_found_entries():
@@ -342,41 +304,5 @@ def test_state_of_sgd_is_refused_with_the_missing_and_found_entries():
     sgd.step()
     saved = sgd.state_dict()
     saved["param_groups"][0] |= {"betas": (0.9, 0.999), "eps": 1e-8}
-
     with pytest.raises(KeyError, match=r"exp_avg and exp_avg_sq, got .*momentum_buffer"):
         ampfuse.AdamW([param]).load_state_dict(saved)
-
-
-def test_step_counter_of_another_type_is_converted_at_the_next_step(device):
-    param = Parameter(torch.ones(3, device=device))
-    optimizer = ampfuse.AdamW([param])
-    for step in (torch.tensor(5, dtype=torch.int64), 7, torch.tensor(9.0, dtype=torch.float64)):
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        optimizer.state[param]["step"] = step
-        optimizer.step()
-        assert optimizer.state[param]["step"] == int(step) + 1
-        assert optimizer.state[param]["step"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
-@pytest.mark.parametrize("value", [2.0, [1.0]])
-def test_grad_scale_or_found_inf_that_is_not_a_tensor_is_refused_by_name(name, value):
-    param = Parameter(torch.ones(3))
-    param.grad = torch.ones(3)
-    optimizer = ampfuse.AdamW([param])
-    setattr(optimizer, name, value)
-
-    with pytest.raises(TypeError, match=f"{name}: expected None or a tensor, got"):
-        optimizer.step()
-
-
-def test_step_with_remainders_is_refused_after_a_cast_to_fp16():
-    model = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
-    optimizer = ampfuse.AdamW(model.parameters(), master_weights="remainder")
-    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    model.half()
-
-    with pytest.raises(ValueError, match="parameter 0 of group 0 is float16, and only bfloat16"):
-        optimizer.step()

@@ -6,9 +6,9 @@ import ampfuse
 import pytest
 import torch
 import torch.distributed as dist
-from optim_models import assert_near, assert_same_bits, clones
+from optim_models import assert_near, assert_same_bits
 from processes import Scenarios
-from reference import exact_norm, heavy_tailed
+from reference import exact_norm, gradients, heavy_tailed
 from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,37 +23,22 @@ CLIP = 0.5
 scenario = Scenarios()
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """Play all scenarios; return the function that looks up the results of one on each rank."""
+@pytest.fixture(scope="module", autouse=True)
+def played(tmp_path_factory):
     scenario.play(tmp_path_factory.mktemp("processes"))
-    return scenario.results
-
-
-def model(dtype):
-    """Return a model whose shards on two ranks have different sizes."""
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(dtype)
-
-
-def train(network, optimizer, dtype, steps=4, scaler=None):
-    """Train the model and return the norm that the optimizer reports after each step."""
-    norms = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        inputs = torch.linspace(-1, 1, 10).reshape(2, 5).to(dtype) * (step + 1)
-        loss = network(inputs).float().square().sum()
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        optimizer.step() if scaler is None else scaler.step(optimizer)
-        norms.append(optimizer.grad_norm)
-    return norms
 
 
 def whole(tensors):
     return [(x.full_tensor() if isinstance(x, DTensor) else x).detach() for x in tensors]
 
 
-CASES = ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, "remainder"))
+# --- models that are sharded by fully_shard -----------------------------------------------------
+
+
+def model(dtype):
+    """Return a model whose shards on two ranks have different sizes."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(dtype)
 
 
 def sharded(dtype, **options):
@@ -63,11 +48,26 @@ def sharded(dtype, **options):
     return network, ampfuse.AdamW(network.parameters(), **OPTIONS, **options)
 
 
+def train(network, optimizer, steps=4):
+    """Train the model and return the norm that the optimizer reports after each step."""
+    norms, dtype = [], next(network.parameters()).dtype
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.linspace(-1, 1, 10).reshape(2, 5).to(dtype) * (step + 1)
+        network(inputs).float().square().sum().backward()
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    return norms
+
+
+CASES = ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, "remainder"))
+
+
 @scenario(*CASES)
 def fsdp(case):
     dtype, master_weights = case
     network, optimizer = sharded(dtype, master_weights=master_weights, max_grad_norm=CLIP)
-    norms = train(network, optimizer, dtype)
+    norms = train(network, optimizer)
     state = optimizer.state[network[0].weight]
     return {
         "params": whole(network.parameters()),
@@ -80,15 +80,15 @@ def fsdp(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fully_sharded_model_steps_like_an_unsharded_one(outcomes, case):
+def test_fully_sharded_model_steps_like_an_unsharded_one(case):
     dtype, master_weights = case
     network = model(dtype)
     alone = ampfuse.AdamW(
         network.parameters(), max_grad_norm=CLIP, master_weights=master_weights, **OPTIONS
     )
-    norms = train(network, alone, dtype)
+    norms = train(network, alone)
 
-    for rank, result in enumerate(outcomes("fsdp", case)):
+    for rank, result in enumerate(scenario.results("fsdp", case)):
         # Squares are summed in another order, so clip factors may differ by a rounding.
         for norm, expected in zip(result["norms"], norms, strict=True):
             assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -102,7 +102,7 @@ def test_fully_sharded_model_steps_like_an_unsharded_one(outcomes, case):
         assert_near(result["masters"], list(alone.master_params()), steps=4, lr=0.01)
 
 
-CHECKPOINTS = tuple((*case, full) for case in CASES for full in (False, True))
+CHECKPOINTS = (*((*case, False) for case in CASES), (torch.bfloat16, "remainder", True))
 
 
 @scenario(*CHECKPOINTS)
@@ -111,11 +111,11 @@ def fsdp_checkpoint(case):
     dtype, master_weights, full = case
     options = checkpoint.StateDictOptions(full_state_dict=full)
     network, optimizer = sharded(dtype, master_weights=master_weights)
-    train(network, optimizer, dtype, steps=2)
-    saved = checkpoint.get_state_dict(network, optimizer, options=options)
+    train(network, optimizer, steps=2)
+    saved = copy.deepcopy(checkpoint.get_state_dict(network, optimizer, options=options))
 
     other, other_optimizer = sharded(dtype, master_weights=master_weights)
-    of_model, of_optimizer = copy.deepcopy(saved)
+    of_model, of_optimizer = saved
     checkpoint.set_state_dict(
         other,
         other_optimizer,
@@ -123,8 +123,8 @@ def fsdp_checkpoint(case):
         optim_state_dict=of_optimizer,
         options=options,
     )
-    train(network, optimizer, dtype, steps=2)
-    train(other, other_optimizer, dtype, steps=2)
+    train(network, optimizer, steps=2)
+    train(other, other_optimizer, steps=2)
     return {
         "params": [whole(x.parameters()) for x in (network, other)],
         "steps": [state["step"].item() for state in other_optimizer.state.values()],
@@ -132,51 +132,50 @@ def fsdp_checkpoint(case):
 
 
 @pytest.mark.parametrize("case", CHECKPOINTS)
-def test_fully_sharded_run_continues_from_a_checkpoint(outcomes, case):
-    for result in outcomes("fsdp_checkpoint", case):
+def test_fully_sharded_run_continues_from_a_checkpoint(case):
+    for result in scenario.results("fsdp_checkpoint", case):
         assert result["steps"] == [4] * 4
         assert_same_bits(*result["params"])
 
 
-@scenario(torch.float32, torch.bfloat16)
-def fsdp_overflow(dtype):
-    network, optimizer = sharded(dtype, max_grad_norm=CLIP)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    train(network, optimizer, dtype, steps=1, scaler=scaler)
-    scaler.update()
-    before = clones(whole(network.parameters()))
-    if dist.get_rank() == 1:
-        network[0].weight.grad.to_local()[0, 0] = float("inf")
-    scaler.step(optimizer)
-    scaler.update()
-    return {"params": [before, whole(network.parameters())], "scale": scaler.get_scale()}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_step_is_skipped_on_both_ranks_when_one_overflows(outcomes, dtype):
-    for result in outcomes("fsdp_overflow", dtype):
-        assert_same_bits(*result["params"])
-        assert result["scale"] == 2.0
-
-
-@scenario(torch.float32, torch.bfloat16)
-def fsdp_sync(dtype):
-    network, optimizer = sharded(dtype)
-    train(network, optimizer, dtype, steps=1)
+@scenario(None)
+def fsdp_sync(_):
+    network, optimizer = sharded(torch.bfloat16)
+    train(network, optimizer, steps=1)
     with torch.no_grad():
         for param in network.parameters():
             param.fill_(0.5)
     optimizer.sync_masters_from_model()
     masters = whole(optimizer.master_params())
-    train(network, optimizer, dtype, steps=1)
+    train(network, optimizer, steps=1)
     return {"masters": masters}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masters_of_shards_are_synced_from_the_model(outcomes, dtype):
-    for result in outcomes("fsdp_sync", dtype):
+def test_masters_of_shards_are_synced_from_the_model():
+    for result in scenario.results("fsdp_sync", None):
         assert all((master == 0.5).all() for master in result["masters"])
 
+
+@scenario(*CASES)
+def fsdp_compiled(case):
+    dtype, master_weights = case
+    results = {}
+    for name in ("eager", "compiled"):
+        network, optimizer = sharded(dtype, master_weights=master_weights, max_grad_norm=CLIP)
+        if name == "compiled":
+            optimizer.step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
+        norms = train(network, optimizer)
+        results[name] = [*whole(network.parameters()), *whole(optimizer.master_params()), *norms]
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_step_of_a_fully_sharded_model_gives_the_bits_of_eager(case):
+    for result in scenario.results("fsdp_compiled", case):
+        assert_same_bits(result["compiled"], result["eager"])
+
+
+# --- DTensors of several placements and meshes, and plain tensors -------------------------------
 
 PLACEMENTS = [
     ((2,), [Replicate()]),
@@ -188,38 +187,45 @@ PLACEMENTS = [
 ]
 
 
-def placed(tensor, placement):
-    if placement is None:
-        return tensor
-    return distribute_tensor(tensor, init_device_mesh("cpu", placement[0]), placement[1])
+def parameters_with_gradients(placements=PLACEMENTS):
+    """Return a parameter for each placement, with a gradient."""
 
+    def numbers(seed, placement):
+        tensor = heavy_tailed((5, 3), torch.float32, CPU, seed)
+        if placement is None:
+            return tensor
+        return distribute_tensor(tensor, init_device_mesh("cpu", placement[0]), placement[1])
 
-def numbers(seed):
-    return [heavy_tailed((5, 3), torch.float32, CPU, seed + i) for i in range(len(PLACEMENTS))]
+    params = []
+    for seed, placement in enumerate(placements):
+        params.append(Parameter(numbers(seed, placement)))
+        params[-1].grad = numbers(50 + seed, placement)
+    return params
 
 
 @scenario(None, CLIP)
 def mixed_placements(clip):
-    params = [Parameter(placed(*pair)) for pair in zip(numbers(0), PLACEMENTS, strict=True)]
+    params = parameters_with_gradients()
     optimizer = ampfuse.AdamW(params, max_grad_norm=clip)
-    for param, *pair in zip(params, numbers(50), PLACEMENTS, strict=True):
-        param.grad = placed(*pair)
     optimizer.step()
-    return {"params": whole(params), "norm": optimizer.grad_norm}
+    norms = [] if clip is None else [optimizer.grad_norm]
+    norms.append(ampfuse.get_total_norm(gradients(params), 2.0))
+    norms.append(ampfuse.clip_grad_norm_(params, CLIP, 2.0))
+    return {"params": whole(params), "norms": norms, "grads": whole(gradients(params))}
 
 
 @pytest.mark.parametrize("clip", [None, CLIP])
-def test_dtensors_of_all_placements_step_and_are_clipped_together(outcomes, clip):
-    params = [Parameter(tensor) for tensor in numbers(0)]
-    optimizer = ampfuse.AdamW(params, max_grad_norm=clip)
-    for param, grad in zip(params, numbers(50), strict=True):
-        param.grad = grad
-    optimizer.step()
-
-    for result in outcomes("mixed_placements", clip):
+def test_dtensors_of_all_placements_step_and_are_clipped_together(clip):
+    params = parameters_with_gradients([None] * len(PLACEMENTS))
+    ampfuse.AdamW(params, max_grad_norm=clip).step()
+    expected = exact_norm(gradients(params), 2)
+    torch.nn.utils.clip_grad_norm_(params, CLIP)
+    for result in scenario.results("mixed_placements", clip):
         assert_near(result["params"], params, steps=1)
-        if clip is not None:
-            assert result["norm"].item() == pytest.approx(exact_norm(numbers(50), 2), rel=1e-6)
+        assert [norm.item() for norm in result["norms"]] == pytest.approx(
+            [expected] * len(result["norms"]), rel=1e-6
+        )
+        torch.testing.assert_close(result["grads"], gradients(params))
 
 
 @scenario(None, CLIP)
@@ -227,38 +233,19 @@ def partial_gradient(clip):
     mesh = init_device_mesh("cpu", (2,))
     param = Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
     param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-    optimizer = ampfuse.AdamW([param], max_grad_norm=clip)
+    error = ""
     try:
-        optimizer.step()
-    except ValueError as error:
-        return {"error": str(error), "params": whole([param])}
-    return {"error": "none", "params": whole([param])}
+        ampfuse.AdamW([param], max_grad_norm=clip).step()
+    except ValueError as refusal:
+        error = str(refusal)
+    return {"error": error, "params": whole([param])}
 
 
 @pytest.mark.parametrize("clip", [None, CLIP])
-def test_partial_gradients_are_refused_before_any_write(outcomes, clip):
-    for result in outcomes("partial_gradient", clip):
+def test_partial_gradients_are_refused_before_any_write(clip):
+    for result in scenario.results("partial_gradient", clip):
         assert "expected a sharded or replicated gradient" in result["error"]
         assert_same_bits(result["params"], [torch.ones(4)])
-
-
-@scenario(*CASES)
-def fsdp_compiled(case):
-    dtype, master_weights = case
-    results = {}
-    for name in ("eager", "compiled"):
-        network, optimizer = sharded(dtype, master_weights=master_weights, max_grad_norm=CLIP)
-        if name == "compiled":
-            optimizer.step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
-        norms = train(network, optimizer, dtype)
-        results[name] = [*whole(network.parameters()), *whole(optimizer.master_params()), *norms]
-    return results
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_compiled_step_of_a_fully_sharded_model_gives_the_bits_of_eager(outcomes, case):
-    for result in outcomes("fsdp_compiled", case):
-        assert_same_bits(result["compiled"], result["eager"])
 
 
 @scenario(None)
@@ -277,45 +264,10 @@ def gradients_of_one_process(_):
     return {"norm": optimizer.grad_norm, "skipped": scaler.was_skipped()}
 
 
-def test_rank_without_some_gradients_takes_part_in_all_collectives(outcomes):
-    for result in outcomes("gradients_of_one_process", None):
+def test_rank_without_some_gradients_takes_part_in_all_collectives():
+    for result in scenario.results("gradients_of_one_process", None):
         assert not result["skipped"]
         assert result["norm"].item() == pytest.approx((4 + 2) ** 0.5)
-
-
-@scenario(2.0)
-def clipped_with_plain_tensors(norm_type):
-    params = [Parameter(placed(*pair)) for pair in zip(numbers(0), PLACEMENTS, strict=True)]
-    for param, *pair in zip(params, numbers(50), PLACEMENTS, strict=True):
-        param.grad = placed(*pair)
-    measured = ampfuse.get_total_norm([param.grad for param in params], norm_type)
-    norm = ampfuse.clip_grad_norm_(params, CLIP, norm_type)
-    return {"norms": [measured, norm], "grads": whole(param.grad for param in params)}
-
-
-def test_clip_grad_norm_clips_dtensors_of_several_meshes_and_plain_tensors(outcomes):
-    params = [Parameter(tensor) for tensor in numbers(0)]
-    for param, grad in zip(params, numbers(50), strict=True):
-        param.grad = grad
-    expected = torch.nn.utils.clip_grad_norm_(params, CLIP)
-
-    for result in outcomes("clipped_with_plain_tensors", 2.0):
-        for norm in result["norms"]:
-            assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
-        torch.testing.assert_close(result["grads"], [param.grad for param in params])
-
-
-@scenario(None)
-def first_stage_of_a_pipeline(_):
-    """Scale a loss on rank 1 only, as in a pipeline whose last stage has the loss."""
-    param = Parameter(torch.ones(3))
-    optimizer = ampfuse.AdamW([param], process_group=dist.group.WORLD, lr=0.25, weight_decay=0)
-    scaler = ampfuse.GradScaler("cpu", 4.0, process_group=dist.group.WORLD)
-    loss = param.sum()
-    (scaler.scale(loss) if dist.get_rank() == 1 else loss * 4).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return {"param": clones([param])[0], "scale": scaler.get_scale()}
 
 
 @scenario(None)
@@ -323,8 +275,8 @@ def clip_frozen(_):
     """Clip the gradient of a parameter that was frozen after backward, beside a DTensor's."""
     mesh = init_device_mesh("cpu", (2,))
     params = [
-        torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])),
-        torch.nn.Parameter(torch.ones(4)),
+        Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])),
+        Parameter(torch.ones(4)),
     ]
     for param in params:
         param.grad = torch.full_like(param, 2.0)
@@ -332,12 +284,6 @@ def clip_frozen(_):
     return {"norm": ampfuse.clip_grad_norm_(params, 1.0).item()}
 
 
-def test_gradients_of_frozen_parameters_are_clipped_beside_dtensors(outcomes):
-    for result in outcomes("clip_frozen", None):
+def test_gradients_of_frozen_parameters_are_clipped_beside_dtensors():
+    for result in scenario.results("clip_frozen", None):
         assert result["norm"] == pytest.approx(32**0.5)
-
-
-def test_ranks_of_a_process_group_need_not_all_scale_a_loss(outcomes):
-    for result in outcomes("first_stage_of_a_pipeline", None):
-        assert torch.equal(result["param"], torch.full((3,), 0.75))
-        assert result["scale"] == 4.0

@@ -1,42 +1,37 @@
 """torch.nn.utils.clip_grad_norm_ while it is patched."""
 
-import ampfuse
 import pytest
 import torch
 from ampfuse.patching import PARTS
+from torch.nn import Parameter
 from torch.testing import assert_close
 
+torchs = torch.nn.utils.clip_grad_norm_
 
-@pytest.fixture(autouse=True)
-def patched():
-    PARTS["clip_grad_norm"].usage.forget()
-    with ampfuse.patched():
-        yield
+pytestmark = pytest.mark.usefixtures("patched")
+
+
+def with_gradients(device, *dtypes):
+    params = [Parameter(torch.zeros(4, device=device, dtype=dtype)) for dtype in dtypes]
+    for number, param in enumerate(params, start=2):
+        param.grad = torch.full_like(param, number)
+    return params
 
 
 def test_patched_clipping_is_served_by_ampfuse_and_matches_torch(device):
-    def gradients():
-        made = [torch.nn.Parameter(torch.zeros(4, device=device)) for _ in range(3)]
-        for number, p in enumerate(made):
-            p.grad = torch.full((4,), float(number), device=device)
-        return made
-
-    mine, others = gradients(), gradients()
+    mine, others = (with_gradients(device, *[torch.float32] * 3) for _ in range(2))
     norm = torch.nn.utils.clip_grad_norm_(mine, 1.0)
-    expected = torch.nn.utils.get_total_norm([p.grad for p in others])
-    torch.nn.utils.clip_grads_with_norm_(others, 1.0, expected)
-    assert_close(norm, expected)
-    for p, other in zip(mine, others, strict=True):
-        assert_close(p.grad, other.grad)
-    assert torch.nn.utils.clip_grad_norm_(iter(mine), 9.0, "inf").item() == pytest.approx(
-        max(p.grad.abs().max().item() for p in mine)
-    )
+    assert_close(norm, torchs(others, 1.0))
+    assert_close([param.grad for param in mine], [param.grad for param in others])
+    largest = max(param.grad.abs().max().item() for param in mine)
+    norm = torch.nn.utils.clip_grad_norm_(iter(mine), 9.0, "inf")
+    assert norm.item() == pytest.approx(largest)
     assert PARTS["clip_grad_norm"].usage.uses == 2
 
 
 def test_norm_includes_writes_through_data_after_unscaling():
     """Write through `.data` as old programs do, which leaves version counters unchanged."""
-    p = torch.nn.Parameter(torch.ones(2))
+    p = Parameter(torch.ones(2))
     sgd = torch.optim.SGD([p], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", 4.0)
     scaler.scale(p.sum()).backward()
@@ -49,7 +44,41 @@ def test_norm_includes_writes_through_data_after_unscaling():
 def test_empty_generator_warns_and_non_finite_norm_raises_as_in_torch():
     with pytest.warns(UserWarning, match="empty generator"):
         torch.nn.utils.clip_grad_norm_((p for p in ()), 1.0)
-    p = torch.nn.Parameter(torch.ones(1))
+    p = Parameter(torch.ones(1))
     p.grad = torch.tensor([float("inf")])
     with pytest.raises(RuntimeError, match="non-finite"):
         torch.nn.utils.clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.bfloat16,),
+        (torch.float16,),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.complex64,),
+        (),
+    ],
+    ids=str,
+)
+def test_norm_has_torchs_dtype(device, dtypes):
+    for form in (list, iter, *([lambda params: params[0]] if dtypes else [])):
+        expected = torchs(form(with_gradients(device, *dtypes)), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(form(with_gradients(device, *dtypes)), 1.0)
+        assert norm.dtype == expected.dtype, form
+        assert_close(norm, expected, rtol=2**-8, atol=0)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norm_has_torchs_dtype_in_compiled_programs(device, dtype):
+    (param,) = with_gradients(device, dtype)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def clip():
+        return torch.nn.utils.clip_grad_norm_([param], 1.0)
+
+    norm = clip()
+    assert norm.dtype == dtype
+    assert norm.item() == 4.0  # of four elements 2

@@ -1,7 +1,6 @@
 """Names of torch that other modules imported before or while they were replaced."""
 
 import gc
-import importlib.util
 import sys
 import types
 import weakref
@@ -31,36 +30,33 @@ def as_before():
     ampfuse.unpatch()
 
 
+def imported(monkeypatch, name, source=OTHER):
+    """Return a module with this source, as if the program had imported it."""
+    module = types.ModuleType(name)
+    exec(source, vars(module))
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
 @pytest.fixture
-def other(tmp_path):
-    file = tmp_path / "other_module.py"
-    file.write_text(OTHER)
-    spec = importlib.util.spec_from_file_location("other_module", file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["other_module"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["other_module"]
+def other(monkeypatch):
+    return imported(monkeypatch, "other_module")
 
 
-def test_names_imported_before_patching_are_replaced(other):
+def test_names_imported_before_or_while_patched_are_torchs_again_afterwards(other, monkeypatch):
     functional, optim = torch.nn.functional, torch.optim
     torchs = optim.AdamW
     with ampfuse.patched():
+        late = imported(monkeypatch, "late")
+        assert late.AdamW is optim.AdamW is not torchs
         assert other.GradScaler is torch.amp.GradScaler
         assert other.AdamW is optim.AdamW is other.Settings.AdamW
         assert other.cross_entropy is functional.cross_entropy
         # A module that uses a name of its own may mean torch's class, so that name is kept.
         assert other.TorchAdamW is torchs is other.OPTIMIZERS["adamw"]
-    assert other.AdamW is torchs is other.Settings.AdamW
+    for module in (other, late):
+        assert module.AdamW is torchs is module.Settings.AdamW
     assert other.cross_entropy is functional.cross_entropy
-
-
-def test_names_bound_while_patched_are_restored(other):
-    torchs = torch.optim.AdamW
-    with ampfuse.patched():
-        other.AdamW = torch.optim.AdamW
-    assert other.AdamW is torchs
 
 
 def test_table_of_a_library_holds_replacements_only_if_patched_before_import(monkeypatch):
@@ -71,9 +67,7 @@ def test_table_of_a_library_holds_replacements_only_if_patched_before_import(mon
     for when in ("import first", "patch first"):
         if when == "patch first":
             ampfuse.patch()
-        module = types.ModuleType("library")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        exec(library, vars(module))
+        module = imported(monkeypatch, "library", library)
         ampfuse.patch()
         made[when] = module.create("adamw", [torch.nn.Parameter(torch.ones(1))])
         ampfuse.unpatch()
@@ -90,24 +84,17 @@ def test_unpatch_leaves_names_that_the_program_has_changed_since():
     torch.optim.AdamW = original
 
 
-class Refusing(type(sys)):
+class Refusing(types.ModuleType):
     """A module that refuses assignments to its attributes."""
 
     def __setattr__(self, name, value):
         raise AttributeError("read only")
 
 
-@pytest.fixture
-def refusing():
-    module = Refusing("refusing")
-    vars(module)["AdamW"] = torch.optim.AdamW
-    sys.modules["refusing"] = module
-    yield module
-    del sys.modules["refusing"]
-
-
-def test_modules_that_refuse_assignment_keep_torchs_names(refusing):
-    torchs = torch.optim.AdamW
+def test_modules_that_refuse_assignment_keep_torchs_names(monkeypatch):
+    refusing, torchs = Refusing("refusing"), torch.optim.AdamW
+    vars(refusing)["AdamW"] = torchs
+    monkeypatch.setitem(sys.modules, "refusing", refusing)
     with ampfuse.patched():
         assert torch.optim.AdamW is not torchs
         assert refusing.AdamW is torchs
@@ -147,7 +134,7 @@ def test_symbolic_trace_of_the_patched_loss_keeps_torchs_keywords():
     assert plain[0][1].items() <= ours[1].items()
 
 
-def test_names_that_appear_between_patched_blocks_are_replaced(other):
+def test_names_that_appear_between_patched_blocks_are_replaced(other, monkeypatch):
     torchs = torch.optim.AdamW
     other.GradScaler = other.Settings = None
     with ampfuse.patched():
@@ -159,22 +146,14 @@ def test_names_that_appear_between_patched_blocks_are_replaced(other):
         assert other.Settings.AdamW is torch.optim.AdamW is not torchs
     assert other.Settings.AdamW is torchs
 
-
-def test_names_in_a_new_module_of_the_same_name_are_replaced(other, monkeypatch):
-    with ampfuse.patched():
-        pass
-    newer = types.ModuleType("other_module")
-    exec(OTHER, vars(newer))
-    monkeypatch.setitem(sys.modules, "other_module", newer)
+    newer = imported(monkeypatch, "other_module")  # another module takes its name
     with ampfuse.patched():
         assert newer.AdamW is newer.Settings.AdamW is torch.optim.AdamW
         assert newer.AdamW is not newer.TorchAdamW
 
 
 def test_patching_does_not_keep_modules_alive(monkeypatch):
-    module = types.ModuleType("short_lived")
-    module.AdamW = torch.optim.AdamW
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module = imported(monkeypatch, "short_lived", "from torch.optim import AdamW")
     ampfuse.patch()
     ampfuse.unpatch()
     with ampfuse.patched():
@@ -187,8 +166,7 @@ def test_patching_does_not_keep_modules_alive(monkeypatch):
 
 
 def test_dead_weak_proxies_in_modules_do_not_break_patching(monkeypatch):
-    module = types.ModuleType("of_proxies")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    module.proxy = weakref.proxy(set())
+    source = "import weakref\nproxy = weakref.proxy(set())"
+    imported(monkeypatch, "of_proxies", source)
     with ampfuse.patched():
         ampfuse.patch()

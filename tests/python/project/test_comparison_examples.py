@@ -2,50 +2,46 @@
 
 import importlib
 import os
-import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+import warm
+from packaging_tools import ROOT
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = ROOT / "examples"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MIB = 2**20
 
 
-def table_of(program: str, folder: Path, *flags: str) -> tuple[dict[str, list[str]], str]:
+def table_of(program, folder, flags):
     """Run a program; return its table as cells by the names of its rows, and all that it prints."""
     picture = folder / "picture.png"
     command = [sys.executable, str(EXAMPLES / program), "--device", "cpu", "--out", str(picture)]
     environment = os.environ | {"COLUMNS": "160"}  # so that no cell takes two lines
-    result = subprocess.run(
-        [*command, *flags], capture_output=True, text=True, check=False, env=environment
+    result = warm.run(
+        [*command, *flags.split()], capture_output=True, text=True, check=False, env=environment
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stderr == ""
     assert picture.read_bytes().startswith(PNG_SIGNATURE)
     rows = [line.split("│")[1:-1] for line in result.stdout.splitlines() if line.startswith("│")]
     cells = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
-    return cells, " ".join(result.stdout.split())
 
-
-def assert_compared_with_float32(cells: dict[str, list[str]]) -> None:
     seconds = {name: float(row[0]) for name, row in cells.items()}
     for name, row in cells.items():
         ratio = seconds["float32"] / seconds[name]
         rounding = 0.0006 / seconds["float32"] + 0.0006 / seconds[name]  # of printed seconds
         assert float(row[1]) == pytest.approx(ratio, abs=0.006 + ratio * rounding)
         assert float(row[2]) > 0
+    return cells, " ".join(result.stdout.split())
 
 
 @pytest.mark.slow
-def test_image_classifier_learns_in_each_precision(tmp_path: Path) -> None:
-    flags = ("--epochs", "2", "--images", "2048", "--seeds", "2")
-    cells, text = table_of("image_classifier.py", tmp_path, *flags)
+def test_image_classifier_learns_in_each_precision(tmp_path):
+    flags = "--epochs 2 --images 2048 --seeds 2"
+    cells, text = table_of("image_classifier.py", tmp_path, flags)
 
     assert list(cells) == ["float32", "torch.amp", "ampfuse"]
-    assert_compared_with_float32(cells)
     for row in cells.values():
         accuracies = [float(part) for part in row[-1].split()]
         assert len(accuracies) == 2
@@ -54,12 +50,10 @@ def test_image_classifier_learns_in_each_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_vit_takes_less_memory_and_larger_batches_in_16_bits(tmp_path: Path) -> None:
-    flags = ("--steps", "1", "--seeds", "1", "--budget", "80MiB")
-    cells, text = table_of("vit.py", tmp_path, *flags)
+def test_vit_takes_less_memory_and_larger_batches_in_16_bits(tmp_path):
+    cells, text = table_of("vit.py", tmp_path, "--steps 1 --seeds 1 --budget 80MiB")
 
     assert list(cells) == ["float32", "torch.amp", "ampfuse", "+ bf16 weights"]
-    assert_compared_with_float32(cells)
     peaks = [float(row[2]) for row in cells.values()]
     assert peaks[-1] < 0.9 * peaks[0]
     batches = [int(row[4]) for row in cells.values()]
@@ -68,12 +62,11 @@ def test_vit_takes_less_memory_and_larger_batches_in_16_bits(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_switches_save_most_of_the_memory_and_keep_the_loss(tmp_path: Path) -> None:
+def test_switches_save_most_of_the_memory_and_keep_the_loss(tmp_path):
     flags = "--steps 1 --layers 1 --length 64 --sequences 8 --micro 2"
-    cells, text = table_of("seventy_percent.py", tmp_path, *flags.split())
+    cells, text = table_of("seventy_percent.py", tmp_path, flags)
 
     assert len(cells) == 7
-    assert_compared_with_float32(cells)
     measured, predicted, losses = (
         [float(row[column]) for row in cells.values()] for column in (2, 4, 5)
     )
@@ -86,33 +79,18 @@ def test_switches_save_most_of_the_memory_and_keep_the_loss(tmp_path: Path) -> N
     assert "The loss stays the same" in text
 
 
-@pytest.fixture
-def comparison(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module("comparison")
-
-
 @pytest.mark.parametrize(
     ("seconds", "mebibytes", "device", "sentences"),
     [
-        ([2.0, 1.5, 1.0], [400, 300, 200], "cuda", ["ampfuse is 2.00 times as fast", "50% of"]),
-        (
-            [1.0, 3.0, 1.3],
-            [400, 300, 200],
-            "cpu",
-            ["not save time on this cpu", "takes 1.30 times"],
-        ),
+        ([2.0, 1.5, 1.0], [400, 300, 200], "cuda", ["is 2.00 times as fast", "50% of"]),
+        ([1.0, 3.0, 1.3], [400, 300, 200], "cpu", ["not save time on this cpu", "1.30 times"]),
         ([1.0, 3.0, 1.3], [100, 100, 80], "cpu", ["The memory cannot be compared"]),
         ([1.0, 3.0, 1.3], [100, 99, 101], "cuda", ["saves no memory: torch.amp takes 99%"]),
     ],
 )
-def test_verdict_follows_the_measurements(
-    comparison: ModuleType,
-    seconds: list[float],
-    mebibytes: list[int],
-    device: str,
-    sentences: list[str],
-) -> None:
+def test_verdict_follows_the_measurements(monkeypatch, seconds, mebibytes, device, sentences):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    comparison = importlib.import_module("comparison")
     pairs = zip(("float32", "torch.amp", "ampfuse"), seconds, mebibytes, strict=True)
     results = {name: comparison.Figures([time], peak * MIB) for name, time, peak in pairs}
 
@@ -121,15 +99,12 @@ def test_verdict_follows_the_measurements(
     assert all(sentence in text for sentence in sentences)
 
 
-def test_equal_accuracy_means_that_precisions_differ_no_more_than_seeds(
-    comparison: ModuleType,
-) -> None:
+def test_equal_accuracy_means_that_precisions_differ_no_more_than_seeds(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
     classification = importlib.import_module("classification")
 
-    def agreement(*accuracies: list[float]) -> str:
-        runs = {
-            str(n): classification.Classified([1.0], 1, one) for n, one in enumerate(accuracies)
-        }
+    def agreement(*accuracies):
+        runs = {str(one): classification.Classified([1.0], 1, one) for one in accuracies}
         return classification.agreement(runs)
 
     assert "are equally accurate" in agreement([0.90, 0.92, 0.94], [0.91, 0.92, 0.92])

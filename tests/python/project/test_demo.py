@@ -2,30 +2,29 @@
 
 import importlib
 import json
-import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+import warm
+from packaging_tools import ROOT
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = ROOT / "examples"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 RUNS = ["float32", "torch.amp", "python -m ampfuse", "ampfuse"]
 
 pytestmark = pytest.mark.slow
 
 
-def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def run(program, *flags):
     command = [sys.executable, str(EXAMPLES / program), "--device", "cpu", *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return warm.run(command, capture_output=True, text=True)
 
 
-def test_demo_prints_a_table_of_four_runs_and_plots_them(tmp_path: Path) -> None:
+def test_demo_prints_a_table_of_four_runs_and_plots_them(tmp_path):
     plot = tmp_path / "demo.png"
 
-    result = run("demo.py", "--steps", "40", "--sequences", "1", "--out", str(plot))
+    result = run("demo.py", "--steps", "20", "--sequences", "1", "--out", str(plot))
 
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line.split("│")[1:-1] for line in result.stdout.splitlines() if line.startswith("│")]
@@ -33,6 +32,7 @@ def test_demo_prints_a_table_of_four_runs_and_plots_them(tmp_path: Path) -> None
     assert list(cells) == RUNS
     losses = [float(row[-1].split("→")[1]) for row in cells.values()]
     assert max(losses) - min(losses) < 0.1
+    assert max(losses) < 8  # a new model has 11.5, and 7.40 was measured
     peaks = {name: float(row[2]) for name, row in cells.items()}
     assert peaks["ampfuse"] < peaks["torch.amp"]
     assert "ampfuse trains" in result.stdout
@@ -40,8 +40,8 @@ def test_demo_prints_a_table_of_four_runs_and_plots_them(tmp_path: Path) -> None
     assert plot.read_bytes().startswith(PNG_SIGNATURE)
 
 
-def test_losses_are_the_same_with_micro_batches_and_recomputed_activations(tmp_path: Path) -> None:
-    def losses(*flags: str) -> list[float]:
+def test_losses_are_the_same_with_micro_batches_and_recomputed_activations(tmp_path):
+    def losses(*flags):
         report = tmp_path / "report.json"
         options = ["--precision", "float32", "--steps", "2", "--sequences", "2", "--width", "32"]
         program = "language_model/train_ampfuse.py"
@@ -54,12 +54,12 @@ def test_losses_are_the_same_with_micro_batches_and_recomputed_activations(tmp_p
 
 
 @pytest.fixture
-def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def demo(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     return importlib.import_module("demo")
 
 
-def runs(demo: ModuleType, seconds: list[float], losses: list[float]) -> dict[str, object]:
+def runs(demo, seconds, losses):
     parts = dict.fromkeys(demo.PARTS, 2**20)
     pairs = zip(seconds, losses, strict=True)
     every = [demo.Figures([64, 50257], [loss], [1.0], time, parts, parts) for time, loss in pairs]
@@ -71,16 +71,10 @@ def runs(demo: ModuleType, seconds: list[float], losses: list[float]) -> dict[st
     [
         ([3.0, 2.0, 1.0, 0.5], 0.8, ["4.0 times as fast as torch.amp", "2.0 times as fast"]),
         ([1.0, 9.0, 9.0, 0.9], 80.0, ["multiplies bfloat16 matrices 80 times slower"]),
-        (
-            [1.0, 9.0, 9.0, 2.0],
-            80.0,
-            ["not save time on this machine: ampfuse takes 2.0 times"],
-        ),
+        ([1.0, 9.0, 9.0, 2.0], 80.0, ["not save time on this machine: ampfuse takes 2.0 times"]),
     ],
 )
-def test_demo_reports_the_gain_and_its_reason(
-    demo: ModuleType, seconds: list[float], slower: float, sentences: list[str]
-) -> None:
+def test_demo_reports_the_gain_and_its_reason(demo, seconds, slower, sentences):
     text = demo.gain(runs(demo, seconds, [6.0] * 4), "bfloat16", slower)
 
     assert all(sentence in text for sentence in sentences)
@@ -89,11 +83,8 @@ def test_demo_reports_the_gain_and_its_reason(
 
 
 def test_demo_fails_if_a_run_has_not_learned_or_the_losses_differ(
-    demo: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    demo, tmp_path, monkeypatch, capsys
+):
     parts = dict.fromkeys(demo.PARTS, 1)
     figures = demo.Figures([64, 50257], [11.0, 10.5], [1.0, 2.0], 1.0, parts, parts)
     monkeypatch.setattr(demo, "run_all", lambda *_: dict.fromkeys(RUNS, asdict(figures)))
@@ -108,7 +99,7 @@ def test_demo_fails_if_a_run_has_not_learned_or_the_losses_differ(
 
 
 @pytest.mark.parametrize("program", ["train_torch.py", "train_ampfuse.py"])
-def test_each_program_runs_alone_in_float16(program: str) -> None:
+def test_each_program_runs_alone_in_float16(program):
     flags = ("--steps", "3", "--sequences", "1", "--precision", "float16")
 
     result = run(f"language_model/{program}", *flags)
@@ -117,7 +108,7 @@ def test_each_program_runs_alone_in_float16(program: str) -> None:
     assert "loss 11." in result.stdout
 
 
-def test_error_of_a_failing_program_is_printed(tmp_path: Path) -> None:
+def test_error_of_a_failing_program_is_printed(tmp_path):
     result = run("demo.py", "--sequences", "-1", "--out", str(tmp_path / "demo.png"))
 
     assert result.returncode != 0

@@ -1,164 +1,184 @@
-"""The pages of the documentation: programs run, links are right, numbers match the results."""
+"""The pages of the documentation: links are right, names exist, numbers match the results."""
 
+import csv
 import importlib.util
 import re
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import ampfuse
 import pytest
+import schemas
 import tables
-from packaging_tools import END_OF_RANK, PACKAGE, ROOT, environment, run
-from pages import code_block, code_blocks
+import torch
+from packaging_tools import ROOT
+from pages import PAGES, code_block
 
-PACKAGES = environment(PYTHONPATH=str(PACKAGE.parent))
 DOCS = ROOT / "docs"
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))
-# Pages whose blocks are one program, in their order.
-PROGRAMS = [
-    *("start", "optimizers", "losses", "grad-scaler", "clipping"),
-    *("patching", "troubleshooting", "memory", "accumulation"),
-]
-# Pages whose blocks are tested elsewhere: each block is a program of its own, or needs a framework,
-# torchrun or a copy of the sources.
-TESTED_ELSEWHERE = [
-    *("compile", "distributed", "checkpoints", "fp16", "lightning", "accelerate"),
-    *("transformers", "adding_an_operator", "cpp"),
-]
 OUTSIDE_OF_DOCS = [
     *("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"),
     "examples/cpp_trainer/README.md",
 ]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def test_python_blocks_of_each_page_run_in_their_order(tmp_path: Path) -> None:
-    # One process runs all pages, since to import torch takes longer than a page.
-    pages = {page: "\n".join(code_blocks("python", f"docs/{page}.md")) for page in PROGRAMS}
-    lines = [f"exec(compile({code!r}, {page!r}, 'exec'), {{}})" for page, code in pages.items()]
-    (tmp_path / "pages.py").write_text("\n".join(lines))
-    run(sys.executable, "pages.py", cwd=tmp_path, env=PACKAGES)
-    assert (tmp_path / "memory.png").is_file()
-
-
-@pytest.mark.slow
-def test_each_program_of_the_page_about_compiled_steps_runs(tmp_path: Path) -> None:
-    for number, block in enumerate(code_blocks("python", "docs/compile.md")):
-        (tmp_path / f"example{number}.py").write_text(block)
-        run(sys.executable, f"example{number}.py", cwd=tmp_path, env=PACKAGES)
-
-
-@pytest.mark.slow
-def test_program_of_the_page_about_several_ranks_runs(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(code_block("python", "docs/distributed.md") + END_OF_RANK)
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    printed = run(*start, "train.py", cwd=tmp_path, env=PACKAGES).splitlines()
-    lines = [line.split() for line in printed if line[:1].isdigit()]
-    assert [line[0] for line in lines] == ["0", "20", "40", "60", "80"]
-    assert float(lines[-1][1]) < 0.9 * float(lines[0][1])
-    assert any("no group is needed" in line for line in printed)
-
-
-def test_every_page_with_programs_has_a_test() -> None:
-    with_programs = [page for page in PAGES if code_blocks("python", page)]
-    expected = [f"docs/{page}.md" for page in [*PROGRAMS, *TESTED_ELSEWHERE, "zh/start"]]
-    assert sorted(with_programs) == sorted(expected), "name the page in a list of this file"
-
-
-def anchors(page: Path) -> set[str]:
-    """Return the names of a page's headings, as GitHub and MkDocs make them."""
-    heads = re.findall(
-        r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.M
-    )
-    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
-
-
-@pytest.mark.parametrize("page", [*OUTSIDE_OF_DOCS, *PAGES])
-def test_links_lead_to_files_and_headings(page: str) -> None:
-    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
-    wrong = []
-    for link in LINK.findall(text):
-        if re.match(r"https?:", link):
-            continue
-        file, _, anchor = link.partition("#")
-        target = (ROOT / page).parent / file if file else ROOT / page
-        is_published = page in OUTSIDE_OF_DOCS or target.resolve().is_relative_to(DOCS)
-        if not target.exists() or not is_published or (anchor and anchor not in anchors(target)):
-            wrong.append(link)
-    assert wrong == []
-
-
 TRANSLATED = {
     "README.zh-CN.md": "README.md",
     "docs/zh/index.md": "docs/index.md",
     "docs/zh/start.md": "docs/start.md",
 }
+VERSIONS = {
+    "pyproject.toml": r'^version = "(.*)"',
+    "CITATION.cff": r"^version: (.*)",
+    "CHANGELOG.md": r"^## ([\d.]+) ",
+    "README.md": r"^Version ([\d.]+), for",
+    "README.zh-CN.md": r"^版本 ([\d.]+)，支持",
+}
 
 
-def parts_in_common(page: str) -> dict[str, list[str]]:
+def read(page):
+    return (ROOT / page).read_text()
+
+
+def without_code(text):
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def anchors(page):
+    """Return the names of a page's headings, as GitHub and MkDocs make them."""
+    heads = re.findall(r"^#+ (.+)$", without_code(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
+def test_links_lead_to_files_and_headings():
+    wrong = []
+    for page in [*OUTSIDE_OF_DOCS, *PAGES]:
+        for link in LINK.findall(without_code(read(page))):
+            if re.match(r"https?:", link):
+                continue
+            file, _, anchor = link.partition("#")
+            target = (ROOT / page).parent / file if file else ROOT / page
+            is_published = page in OUTSIDE_OF_DOCS or target.resolve().is_relative_to(DOCS)
+            if (
+                not target.exists()
+                or not is_published
+                or (anchor and anchor not in anchors(target))
+            ):
+                wrong.append(f"{page}: {link}")
+    assert wrong == []
+
+
+def parts_in_common(page):
     """Return what a page and its translation have in common."""
-    text = (ROOT / page).read_text()
-    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    text = read(page)
+    prose = without_code(text)
     code = re.findall(r"```(?!.*```)(.*?)```", text, re.DOTALL)
-    rows = re.findall(r"^\|.*\|$", prose, re.MULTILINE)
+    rows = " ".join(re.findall(r"^\|.*\|$", prose, re.MULTILINE))
+    names = re.findall(r"`[^`\n]+`", re.sub(r"^\|.*$", "", prose, flags=re.MULTILINE))
     return {
         "headings": re.findall(r"^#+ ", prose, re.MULTILINE),
         "code, without comments": [re.sub(r" *# .*", "", block) for block in code],
-        "numbers in tables": [
-            number for row in rows for number in re.findall(r"\d+(?:[.,]\d+)*", row)
-        ],
-        "names in code": sorted(
-            set(re.findall(r"`[^`\n]+`", re.sub(r"^\|.*$", "", prose, flags=re.M)))
-        ),
+        "numbers in tables": re.findall(r"\d+(?:[.,]\d+)*", rows),
+        "names in code": {*names},
     }
 
 
 @pytest.mark.parametrize("page", TRANSLATED)
-def test_translation_has_the_parts_of_the_english_page(page: str) -> None:
+def test_translation_has_the_parts_of_the_english_page(page):
     assert parts_in_common(page) == parts_in_common(TRANSLATED[page])
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+def test_every_page_is_in_the_navigation():
+    navigation = read("mkdocs.yml").split("\nnav:\n")[1]
     named = set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
     assert named == {page.removeprefix("docs/") for page in PAGES}
 
 
-def test_tables_have_the_numbers_of_the_results() -> None:
+def test_tables_have_the_numbers_of_the_results():
     assert tables.main(["--check"]) == 0
 
 
-def test_every_public_name_is_in_the_reference() -> None:
-    page = (DOCS / "reference" / "python.md").read_text()
+def test_schemas_on_the_page_are_those_of_the_library():
+    page = schemas.PAGE.read_text()
+    assert page == schemas.with_schemas(page), "run python tools/schemas.py"
+
+
+def test_every_public_name_is_in_the_reference():
+    page = read("docs/reference/python.md")
     names = set(ampfuse.__all__) - {"ops"}  # which has a page of its own
     assert [name for name in sorted(names) if not re.search(rf"\.{name}$", page, re.M)] == []
 
 
-def test_version_is_the_same_everywhere() -> None:
-    version = ampfuse.__version__
-    for page, pattern in {
-        "pyproject.toml": r'^version = "(.*)"',
-        "CITATION.cff": r"^version: (.*)",
-        "CHANGELOG.md": r"^## ([\d.]+) ",
-        "README.md": r"^Version ([\d.]+), for",
-        "README.zh-CN.md": r"^版本 ([\d.]+)，支持",
-    }.items():
-        found = re.search(pattern, (ROOT / page).read_text(), re.MULTILINE)
-        assert found, page
-        assert found[1] == version, page
+def test_names_on_the_page_about_cpp_exist_in_their_language():
+    page = read("docs/cpp.md")
+    headers = "".join(path.read_text() for path in (ROOT / "csrc/include").rglob("*.h*"))
+    in_cpp = {*re.findall(r"(?:ampfuse|checkpoint)::(\w+)", page)}
+    assert [name for name in sorted(in_cpp) if not re.search(rf"\b{name}\b", headers)] == []
+    in_python = {*re.findall(r"ampfuse\.(\w+)", page.replace("ampfuse.h", ""))}
+    unknown = [name for name in sorted(in_python) if not hasattr(ampfuse, name)]
+    assert [name for name in unknown if not importlib.util.find_spec(f"ampfuse.{name}")] == []
 
 
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_version_is_the_same_everywhere():
+    found = {page: re.search(how, read(page), re.MULTILINE) for page, how in VERSIONS.items()}
+    versions = {page: match and match[1] for page, match in found.items()}
+    assert versions == dict.fromkeys(VERSIONS, ampfuse.__version__)
 
 
-def test_schemas_on_the_page_are_those_of_the_library() -> None:
-    schemas = tool("schemas")
-    page = schemas.PAGE.read_text()
-    assert page == schemas.with_schemas(page), "run python tools/schemas.py"
+def test_front_page_is_short():
+    assert len(read("README.md").splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    ("front", "start"), [("README.md", "docs/index.md"), ("README.zh-CN.md", "docs/zh/index.md")]
+)
+def test_start_page_has_the_change_of_the_front_page(front, start):
+    assert code_block("diff", front) == code_block("diff", start)
+
+
+def bytes_per_element(weight, optimizer_class, **options):
+    param = torch.nn.Parameter(torch.ones(1000, dtype=weight))
+    optimizer = optimizer_class([param], **options)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    tensors = [tensor for tensor in optimizer.state[param].values() if tensor.numel() == 1000]
+    state = sum(tensor.element_size() for tensor in tensors)
+    return [param.element_size(), state, param.element_size() + state]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_table_of_bytes_per_parameter_is_what_optimizers_hold(page):
+    small, remainder = {"state_dtype": torch.bfloat16}, {"master_weights": "remainder"}
+    expected = [
+        bytes_per_element(torch.float32, torch.optim.AdamW),
+        bytes_per_element(torch.float32, ampfuse.AdamW, **small),
+        bytes_per_element(torch.bfloat16, torch.optim.AdamW),
+        bytes_per_element(torch.bfloat16, ampfuse.AdamW),
+        bytes_per_element(torch.bfloat16, ampfuse.AdamW, **remainder),
+        bytes_per_element(torch.bfloat16, ampfuse.AdamW, **remainder, **small),
+    ]
+    assert bytes_per_element(torch.float32, ampfuse.AdamW) == expected[0]
+    rows = re.findall(r"\| (\d+) \| (\d+) \| (\d+) \|$", read(page), re.MULTILINE)
+    assert [[int(cell) for cell in row] for row in rows] == expected
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/install.md"])
+def test_every_make_target_on_a_page_is_in_the_makefile(page):
+    verbs = set(re.findall(r"(?:^|`)make ([a-z-]+)", read(page), re.MULTILINE))
+    assert "demo" in verbs or page == "CONTRIBUTING.md"
+    assert verbs <= {*re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_memory_in_the_text_is_that_of_the_results(page):
+    with (ROOT / "benchmarks/results/amd-epyc/linear_cross_entropy.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["shape"] == "4096x512x50257"]
+    peaks = {row["provider"]: f"{float(row['peak_mib']):,.0f}" for row in rows}
+    assert f"{peaks['ampfuse']} MiB" in read(page)
+    assert peaks["torch"] in read(page)
+
+
+@pytest.mark.parametrize("program", ["fp16_fsdp", "fp16_pipeline"])
+def test_lines_on_the_page_about_float16_are_those_of_the_programs(program):
+    file = f"examples/distributed/{program}.py"
+    part = read("docs/fp16.md").split(f"`{file}`")[1]
+    quoted = part.split("```python\n")[1].split("```")[0].splitlines()
+    code = " ".join(read(file).split())
+    assert len(quoted) > 8
+    assert [line for line in quoted if " ".join(line.split()) not in code] == []

@@ -99,43 +99,38 @@ def fsdp_with_float16_parameters(fused):
     return train(model, optimizer, steps=30)
 
 
-class Stage(nn.Module):
+class Stage(nn.Linear):
     """A linear layer with float32 parameters that computes in float16, and sends float16."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, inputs):
         with torch.autocast("cpu", torch.float16):
-            outputs = self.linear(inputs)
-        return outputs
+            return super().forward(inputs)
 
 
 @scenario("scale not created", "scale created")
 def pipeline(case):
     rank, is_last = dist.get_rank(), dist.get_rank() == 3
-    stage = Stage()
+    stage = Stage(4, 4)
     optimizer = torch.optim.AdamW(stage.parameters())
     scaler = torch.amp.GradScaler("cpu")
     if case == "scale created":
         scaler.scale(torch.zeros(()))
-    schedule = Schedule1F1B(
-        PipelineStage(stage, rank, 4, torch.device("cpu")),
-        4,
-        lambda outputs, target: scaler.scale((outputs.float() - target).square().mean()),
-    )
+
+    def scaled_loss(outputs, target):
+        return scaler.scale((outputs.float() - target).square().mean())
+
+    schedule = Schedule1F1B(PipelineStage(stage, rank, 4, torch.device("cpu")), 4, scaled_loss)
     inputs, target = torch.ones(8, 4, dtype=torch.float16), torch.zeros(8, 4)
     schedule.step(*([inputs] if rank == 0 else []), target=target if is_last else None)
     if rank == 0:
-        stage.linear.weight.grad[0, 0] = float("inf")
-    before = stage.linear.weight.detach().clone()
+        stage.weight.grad[0, 0] = float("inf")
+    before = stage.weight.detach().clone()
     try:
         scaler.step(optimizer)
     except AssertionError as error:
         return {"error": str(error)}
     scaler.update()
-    moved = not torch.equal(before, stage.linear.weight.detach())
+    moved = not torch.equal(before, stage.weight.detach())
     return {"error": "", "scale": scaler.get_scale(), "moved": moved}
 
 
@@ -150,24 +145,20 @@ def test_torch_skips_on_all_ranks_if_parameters_are_dtensors(outcomes, fused):
         assert result["scales"] == [2.0**16, 2.0**15, 2.0**15]
 
 
-def test_torch_cannot_unscale_gradients_of_float16_parameters(outcomes):
+def test_torch_does_not_train_float16_parameters(outcomes):
     for result in outcomes("fsdp_with_float16_parameters", False):
         assert result["error"] == "Attempting to unscale FP16 gradients."
-
-
-def test_fused_adamw_without_masters_makes_float16_parameters_nan(outcomes):
+    # The loss begins at 4.2. It becomes NaN on some CPUs, and 10 to 18 on others: second moments
+    # become 0 in float16, so that weights make steps of hundreds.
     for result in outcomes("fsdp_with_float16_parameters", True):
-        assert result["losses"][-1] != result["losses"][-1]
+        assert not all(loss < 8 for loss in result["losses"])
 
 
-def test_scaler_of_torch_fails_on_stages_that_scale_no_loss(outcomes):
-    results = outcomes("pipeline", "scale not created")
-    for result in results[:3]:
-        assert "Attempted step but _scale is None" in result["error"]
-    assert results[3]["error"] == ""
+def test_scaler_of_torch_acts_for_its_own_stage_of_a_pipeline(outcomes):
+    *others, last = outcomes("pipeline", "scale not created")
+    assert all("Attempted step but _scale is None" in result["error"] for result in others)
+    assert last["error"] == ""
 
-
-def test_scaler_of_torch_skips_only_on_the_stage_that_overflows(outcomes):
-    results = outcomes("pipeline", "scale created")
+    results = outcomes("pipeline", "scale created")  # and the first stage overflows
     assert [result["moved"] for result in results] == [False, True, True, True]
     assert [result["scale"] for result in results] == [2.0**15] + [2.0**16] * 3

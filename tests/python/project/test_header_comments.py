@@ -1,21 +1,13 @@
 """Every public class, function, option and member in the installed headers is documented."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
-
-import pytest
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "csrc" / "include" / "ampfuse"
 # The other headers in checkpoint/ have no public names.
-NESTED = ["checkpoint/objects.h", "checkpoint/values.h"]
-HEADERS = [
-    *sorted(FOLDER.glob("*.h")),
-    FOLDER / "version.h.in",
-    *(FOLDER / name for name in NESTED),
-]
+NAMED = ["version.h.in", "checkpoint/objects.h", "checkpoint/values.h"]
+HEADERS = [*sorted(FOLDER.glob("*.h")), *(FOLDER / name for name in NAMED)]
 
 NEEDS_NO_COMMENT = re.compile(
     r"#(?!define)|\}|namespace |(class|struct) \w+;|using (\w+::)+\w+;|extern template |~"
@@ -25,18 +17,12 @@ NEEDS_NO_COMMENT = re.compile(
 SCOPES = {"namespace": "public", "struct": "public", "class": "private", "enum": "enum"}
 
 
-class Declaration(NamedTuple):
-    line: int
-    text: str
-    comment: str
-
-
-def declarations(header: str) -> Iterator[Declaration]:
-    """Yield the public declarations that need a comment, each with its comment for Doxygen.
+def declarations(header):
+    """Yield line, text and Doxygen's comment of each public declaration that needs a comment.
 
     A declaration ends with a line that ends in a semicolon or a brace, as clang-format writes it.
     """
-    scopes: list[str] = []  # one for each open brace
+    scopes = []  # one for each open brace
     comment = text = ""
     first = 0
     for number, line in enumerate(header.splitlines(), 1):
@@ -52,20 +38,16 @@ def declarations(header: str) -> Iterator[Declaration]:
         text = f"{text} {code}".strip()
         comment += remark if remark.startswith("/<") else ""
         ends = (";", "{", "}", ",") if scopes[-1:] == ["enum"] else (";", "{", "}")
-        if (
-            "body" not in scopes
-            and not code.endswith(ends)
-            and not re.match("#|TORCH_MODULE", text)
-        ):
+        is_whole = "body" in scopes or code.endswith(ends) or re.match("#|TORCH_MODULE", text)
+        if not is_whole:
             continue
         is_public = not {"body", "private", "protected"} & {*scopes}
         if is_public and not NEEDS_NO_COMMENT.match(text):
-            yield Declaration(first, text, comment)
+            yield first, text, comment
         opened = code.count("{") - code.count("}")
         word = re.sub("^template <.*?> ", "", text).split()[0]
-        scope = (
-            "body" if "body" in scopes or text == "namespace detail {" else SCOPES.get(word, "body")
-        )
+        is_hidden = "body" in scopes or text == "namespace detail {"
+        scope = "body" if is_hidden else SCOPES.get(word, "body")
         scopes = [*scopes, *[scope] * opened][: len(scopes) + opened]
         comment = text = ""
 
@@ -110,17 +92,17 @@ struct Options {
 """
 
 
-def test_the_parser_finds_public_declarations_and_their_comments() -> None:
+def test_the_parser_finds_public_declarations_and_their_comments():
     found = {line: bool(comment) for line, _, comment in declarations(SAMPLE)}
-    with_comment = [5, 14, 19]
-    without = [9, 12, 28, 29, 32, 34]
+    with_comment, without = [5, 14, 19], [9, 12, 28, 29, 32, 34]
     assert found == {**dict.fromkeys(with_comment, True), **dict.fromkeys(without, False)}
 
 
-@pytest.mark.parametrize("header", HEADERS, ids=lambda header: str(header.relative_to(FOLDER)))
-def test_public_declarations_have_comments_for_doxygen(header: Path) -> None:
+def test_public_declarations_have_comments_for_doxygen():
+    assert len(HEADERS) > 15
     found = [
         (f"{header.relative_to(ROOT)}:{line}: ", text, comment)
+        for header in HEADERS
         for line, text, comment in declarations(header.read_text())
     ]
     bare = [place + text for place, text, comment in found if not comment]

@@ -3,7 +3,6 @@
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ SCALAR_TYPES = re.compile(r"torch/headeronly/|c10/util/(Half|BFloat16|complex)")
 MADE_OF_OTHERS = ["linear_cross_entropy"]  # of ATen's products and another operator's kernels
 
 
-def tracked(*patterns: str) -> list[Path]:
+def tracked(*patterns):
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [ROOT / name for name in out.splitlines() if (ROOT / name).is_file()]
@@ -45,42 +44,31 @@ CODE = [*SOURCES, *tracked("tests/*.cpp", "tests/*.h", "examples/*.cpp", "exampl
 CODE += tracked("*.py", "*.sh")
 
 
-def includes(file: Path) -> list[str]:
+def includes(file):
     return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', file.read_text(), re.MULTILINE)
 
 
-def assert_none(offenders: list[str], advice: str) -> None:
+def name_of(file):
+    return str(file.relative_to(ROOT))
+
+
+def assert_none(offenders, advice):
     assert not offenders, "\n".join([advice, *offenders])
 
 
-def assert_found(stem: str, expected: set[str]) -> None:
-    """An operator's files have its name, one in each layer, and so have its tests."""
-    missing = sorted(name for name in expected if not (ROOT / name).exists())
-    if not list((ROOT / "tests" / "python").glob(f"*/test_{stem}*.py")):
-        missing.append(f"tests/python/*/test_{stem}*.py")
-    assert_none(missing, f"add the files of {stem}: see docs/adding_an_operator.md")
-
-
-def names(files: list[Path]) -> list[str]:
-    return [str(file.relative_to(ROOT)) for file in files]
-
-
-def test_arithmetic_and_kernels_include_no_torch_headers() -> None:
+def test_arithmetic_and_kernels_include_no_torch_headers():
     offenders = [
-        f"{file.relative_to(ROOT)}: {name}"
+        f"{name_of(file)}: {name}"
         for file in SOURCES
         if file.suffix == ".cuh" or file.parent.name == "math"
         for name in includes(file)
         if re.match(r"torch/|ATen/|c10/|cuda", name) and not SCALAR_TYPES.match(name)
     ]
-    assert_none(
-        offenders,
-        "these files are compiled without torch: pass pointers and sizes, and include only the "
-        "scalar types of torch/headeronly and c10/util",
-    )
+    advice = "these files are compiled without torch: pass pointers and sizes, and include only the"
+    assert_none(offenders, f"{advice} scalar types of torch/headeronly and c10/util")
 
 
-def test_folders_include_only_folders_below_them() -> None:
+def test_folders_include_only_folders_below_them():
     offenders = []
     for file in SOURCES:
         folder = str(file.parent.relative_to(CSRC))
@@ -92,15 +80,12 @@ def test_folders_include_only_folders_below_them() -> None:
                 continue  # a system header or a public header
             other = str(target.parent.relative_to(CSRC))
             if other != folder and other not in MAY_INCLUDE[folder]:
-                offenders.append(f"{file.relative_to(ROOT)} includes {name}")
-    assert_none(
-        offenders,
-        "move what both folders need further down (tensors/ serves ops, optim and amp), or extend "
-        "MAY_INCLUDE",
-    )
+                offenders.append(f"{name_of(file)} includes {name}")
+    advice = "move what both folders need further down (tensors/ serves ops, optim and amp), or"
+    assert_none(offenders, f"{advice} extend MAY_INCLUDE")
 
 
-def test_public_headers_include_no_private_headers() -> None:
+def test_public_headers_include_no_private_headers():
     # Only ampfuse/ is installed. Its headers may include each other, torch and <cstdint> etc.
     allowed = re.compile(r"[a-z_]+$|ATen/|c10/(core|util)/|torch/")
     include = CSRC / "include"
@@ -109,57 +94,52 @@ def test_public_headers_include_no_private_headers() -> None:
     # Only programs that save checkpoints include these.
     of_checkpoints = {"xxhash.h", "nlohmann/json.hpp", "fcntl.h", "unistd.h", "sys/file.h"}
     offenders = [
-        f"{file.relative_to(ROOT)}: {name}"
+        f"{name_of(file)}: {name}"
         for file in SOURCES
         if "include/ampfuse" in str(file)
         for name in includes(file)
         if name not in public and not allowed.match(name)
         if name not in of_checkpoints or "ampfuse/checkpoint/" not in str(file)
     ]
-    assert_none(
-        offenders,
-        "these headers are installed: include only torch, the standard library and each other",
-    )
+    advice = "these headers are installed: include only torch, the standard library and each other"
+    assert_none(offenders, advice)
 
 
-def test_every_source_is_named_in_cmake() -> None:
-    listed = (ROOT / "CMakeLists.txt").read_text() + "".join(
-        file.read_text() for file in (CSRC / "cmake").glob("*.cmake")
-    )
-    missing = [
-        name
-        for name in names([f for f in SOURCES if f.suffix in (".cpp", ".cu")])
-        if name not in listed
-    ]
+def test_every_source_is_named_in_cmake():
+    files = [ROOT / "CMakeLists.txt", *(CSRC / "cmake").glob("*.cmake")]
+    listed = "".join(file.read_text() for file in files)
+    sources = [name_of(file) for file in SOURCES if file.suffix in (".cpp", ".cu")]
+    missing = [name for name in sources if name not in listed]
     assert_none(missing, "add the file to the list of sources in CMakeLists.txt")
 
 
 # An op's schema is in ops/<stem>.cpp. autograd/<stem>.cpp is missing if the op writes its arguments
 # (autograd/mutating.cpp), math/<stem>.h if both kernels are one expression, and
 # include/ampfuse/<stem>.h if only Python calls the op.
-STEMS = [
-    f.stem for f in SOURCES if f.parent.name == "ops" and "AMPFUSE_OPERATORS(" in f.read_text()
-]
-STEMS.remove("registration")
+OF_OPS = [file for file in SOURCES if file.parent.name == "ops" and file.stem != "registration"]
+STEMS = [file.stem for file in OF_OPS if "AMPFUSE_OPERATORS(" in file.read_text()]
 
 
-def test_every_kernel_for_meta_tensors_belongs_to_an_op() -> None:
+def test_every_kernel_for_meta_tensors_belongs_to_an_op():
     extra = {file.stem for file in (CSRC / "meta").glob("*.cpp")} - {*STEMS}
     assert_none(sorted(extra), "name the file by the op whose schema is in ops/")
 
 
 @pytest.mark.parametrize("stem", STEMS)
-def test_op_has_a_file_named_by_its_stem_in_each_layer(stem: str) -> None:
+def test_op_has_a_file_named_by_its_stem_in_each_layer_and_in_the_tests(stem):
     is_made_of_others = stem in MADE_OF_OTHERS
     layers = ("ops", "meta", "linear") if is_made_of_others else ("ops", "meta", "cpu")
     expected = {f"csrc/{layer}/{stem}.cpp" for layer in layers}
     if not is_made_of_others:
         expected |= {f"csrc/cuda/{stem}.cu", f"csrc/cuda/{stem}.cuh"}
         expected.add(f"tests/cuda_host/test_{stem}.cpp")
-    assert_found(stem, expected)
+    missing = sorted(name for name in expected if not (ROOT / name).exists())
+    if not list((ROOT / "tests" / "python").glob(f"*/test_{stem}*.py")):
+        missing.append(f"tests/python/*/test_{stem}*.py")
+    assert_none(missing, f"add the files of {stem}: see docs/adding_an_operator.md")
 
 
-def test_kernels_and_operators_have_at_most_350_lines_and_cu_files_150() -> None:
+def test_kernels_and_operators_have_at_most_350_lines_and_cu_files_150():
     # Elsewhere a class that is one idea stays in one file.
     limits = dict.fromkeys(("autograd", "cpu", "cuda", "linear", "math", "meta", "ops"), 350)
     long = []
@@ -168,7 +148,7 @@ def test_kernels_and_operators_have_at_most_350_lines_and_cu_files_150() -> None
         limit = 150 if file.suffix == ".cu" else limits.get(folder, 1000)
         lines = len(file.read_text().splitlines())
         if lines > limit:
-            long.append(f"{file.relative_to(ROOT)} has {lines} lines, more than {limit}")
+            long.append(f"{name_of(file)} has {lines} lines, more than {limit}")
     assert_none(long, "split the file where it begins another subject")
 
 
@@ -176,7 +156,7 @@ FIRST_WORDS = re.compile(r"(And|As|But|Nor|Of|Or|Those|What|Where|Whether|Which)
 WORDS = re.compile(r"\b(is none|are none|no number|no class|tells?|told|but for)\b|\bsays?\b[.,)]")
 
 
-def blocks_of_prose(file: Path) -> Iterator[tuple[int, str]]:
+def blocks_of_prose(file):
     """Yield the comments and docstrings of a file, each with its first line's number."""
     text = file.read_text()
     if file.suffix == ".py":
@@ -194,30 +174,23 @@ def blocks_of_prose(file: Path) -> Iterator[tuple[int, str]]:
             block = []
 
 
-def test_comments_and_docstrings_are_plain_sentences() -> None:
+def test_comments_and_docstrings_are_plain_sentences():
     """A fragment shows by its first word; words that have to be decoded are listed, too."""
     offenders = [
-        f"{file.relative_to(ROOT)}:{line}: {found[0]!r}"
+        f"{name_of(file)}:{line}: {found[0]!r}"
         for file in CODE
         if "plain_torch" not in str(file) and file != Path(__file__)
         for line, text in blocks_of_prose(file)
         if (found := FIRST_WORDS.match(text) or WORDS.search(text))
     ]
-    assert_none(
-        offenders,
-        "begin with the subject, and use the words of the field: NaN, out of range, returns",
-    )
+    advice = "begin with the subject, and use the words of the field: NaN, out of range, returns"
+    assert_none(offenders, advice)
 
 
-def test_files_end_in_one_newline_and_have_no_tabs() -> None:
+def test_files_end_in_one_newline_and_have_no_tabs():
     offenders = [
-        str(file.relative_to(ROOT))
+        name_of(file)
         for file in CODE
-        if file.stat().st_size
-        and (
-            not file.read_text().endswith("\n")
-            or file.read_text().endswith("\n\n")
-            or "\t" in file.read_text()
-        )
+        if (text := file.read_text()) and ("\t" in text or not re.search(r"[^\n]\n\Z", text))
     ]
     assert_none(offenders, "run `make format`")

@@ -5,6 +5,7 @@ import pickle
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import ampfuse
 import pytest
@@ -24,7 +25,7 @@ def no_unexpected_warning():
 class Loop:
     """A training loop of one parameter."""
 
-    def __init__(self, device, make=torch.optim.SGD, **options):
+    def __init__(self, device, make=ampfuse.AdamW, **options):
         self.param = Parameter(torch.ones(8, device=device))
         self.optimizer = make([self.param], lr=0.1, **options)
         self.scaler = ampfuse.GradScaler(device.type)
@@ -39,86 +40,102 @@ class Loop:
         if self.param.is_cuda:
             torch.cuda.synchronize()
 
+    def iterate(self, clip, *factors):
+        """Make a step for each factor of the loss, with `clip` between backward and step."""
+        for factor in factors:
+            self.backward(factor)
+            clip()
+            self.finish()
+
+
+class Other:
+    """A network in float32 that is trained without the scaler beside a `Loop`."""
+
+    def __init__(self, device):
+        self.param = Parameter(torch.ones(8, device=device))
+        self.optimizer = ampfuse.AdamW([self.param], lr=0.1)
+
+    def iterate(self, is_clipped=False):
+        self.optimizer.zero_grad()
+        self.param.sum().backward()
+        if is_clipped:
+            ampfuse.clip_grad_norm_([self.param], 1.0)
+        self.optimizer.step()
+
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, ampfuse.AdamW])
-@pytest.mark.parametrize("unscaled_after", [False, True])
-@pytest.mark.parametrize("in_two_calls", [False, True])
-def test_clipping_gradients_that_are_still_scaled_warns_once(
-    device, make, unscaled_after, in_two_calls
-):
+@pytest.mark.parametrize("way", ["in one call", "in two calls", "before unscale_"])
+def test_clipping_gradients_that_are_still_scaled_warns_once(device, make, way):
     loop = Loop(device, make)
 
-    def iterate(times):
-        for _ in range(times):
-            loop.backward()
-            if in_two_calls:
-                total_norm = ampfuse.get_total_norm([loop.param.grad])
-                ampfuse.clip_grads_with_norm_([loop.param], 1.0, total_norm)
-            else:
-                ampfuse.clip_grad_norm_([loop.param], 1.0)
-            if unscaled_after:
-                loop.scaler.unscale_(loop.optimizer)
-            loop.finish()
+    def clip():
+        if way == "in two calls":
+            total_norm = ampfuse.get_total_norm([loop.param.grad])
+            ampfuse.clip_grads_with_norm_([loop.param], 1.0, total_norm)
+        else:
+            ampfuse.clip_grad_norm_([loop.param], 1.0)
+        if way == "before unscale_":
+            loop.scaler.unscale_(loop.optimizer)
 
     with pytest.warns(UserWarning, match="clipped to max_norm=1 while they were still") as caught:
-        iterate(2)
+        loop.iterate(clip, 1.0, 1.0)
 
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    iterate(2)
+    assert [warning.filename for warning in caught] == [__file__]
+    loop.iterate(clip, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, ampfuse.AdamW])
-@pytest.mark.parametrize("way", ["scaler", "unscale_", "by the scale", "optimizer", "after"])
+@pytest.mark.parametrize("way", ["scaler", "unscale_", 1.0, 5e-4, "optimizer", "after"])
 def test_correct_clipping_gives_no_warning(device, make, way):
     loop = Loop(device, make)
-    for _ in range(6):
-        loop.backward()
+
+    def clip():
         if way == "scaler":
             loop.scaler.clip_grad_norm_(loop.optimizer, 1.0)
         elif way == "unscale_":
             loop.scaler.unscale_(loop.optimizer)
             ampfuse.clip_grad_norm_([loop.param], 1.0)
-        elif way == "by the scale":
-            ampfuse.clip_grad_norm_([loop.param], 1.0 * loop.scaler.get_scale())
+        elif isinstance(way, float):  # the limit is multiplied by the scale, and may be small
+            ampfuse.clip_grad_norm_([loop.param], way * loop.scaler.get_scale())
         elif way == "optimizer" and make is ampfuse.AdamW:
             loop.optimizer.max_grad_norm = 1.0
-        loop.finish()
+
+    for _ in range(6):
+        loop.iterate(clip, 1.0)
         if way == "after":
             ampfuse.clip_grad_norm_([loop.param], 1.0)
 
 
-def test_clipping_a_second_unscaled_network_gives_no_warning(device):
-    """The second network is clipped and stepped between backward and step of the first."""
-    loop, other = Loop(device), Parameter(torch.ones(8, device=device))
-    optimizer = ampfuse.AdamW([other], lr=0.1)
-    for _ in range(150):
-        loop.backward()
-        optimizer.zero_grad()
-        other.sum().backward()
-        ampfuse.clip_grad_norm_([other], 1.0)
-        optimizer.step()
-        loop.finish()
+def test_only_gradients_whose_norm_was_above_the_limit_count_as_clipped(device):
+    loop = Loop(device)
+
+    def clip():
+        ampfuse.clip_grad_norm_([loop.param], 1.0)
+
+    loop.iterate(clip, 1e-9)
+    with pytest.warns(UserWarning, match="clipped to max_norm=1 while they were still"):
+        loop.iterate(clip, 1.0)
 
 
 def test_torch_clipping_in_addition_to_max_grad_norm_warns_once(device):
-    loop = Loop(device, ampfuse.AdamW, max_grad_norm=1.0)
+    loop = Loop(device, max_grad_norm=1.0)
 
-    def iterate(*factors):
-        for factor in factors:
-            loop.backward(factor)
-            torch.nn.utils.clip_grad_norm_([loop.param], 1.0)
-            loop.finish()
+    def clip():
+        torch.nn.utils.clip_grad_norm_([loop.param], 1.0)
 
     with pytest.warns(UserWarning, match="max_grad_norm=1 clips them inside the step") as caught:
-        iterate(1.0, 2.0, 3.0, 4.0)
+        loop.iterate(clip, 1.0, 2.0, 3.0, 4.0)
 
     assert len(caught) == 1
-    iterate(5.0)
+    loop.iterate(clip, 5.0)
+
+    loop = Loop(device, max_grad_norm=1.0)
+    loop.scaler = ampfuse.GradScaler(device.type, init_scale=1.0)
+    loop.iterate(clip, *[1.0] * 5)  # it is allowed where gradients are not scaled
 
 
 def test_steps_without_the_scaler_warn_once(device):
-    loop = Loop(device, ampfuse.AdamW)
+    loop = Loop(device)
 
     def iterate(times):
         for _ in range(times):
@@ -130,74 +147,42 @@ def test_steps_without_the_scaler_warn_once(device):
     with pytest.warns(UserWarning, match=r"none by scaler.step\(optimizer\)") as caught:
         iterate(1)
 
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
+    assert [warning.filename for warning in caught] == [__file__]
     iterate(150)
-
-
-def test_torch_clipping_in_addition_to_max_grad_norm_is_allowed_at_scale_1(device):
-    loop = Loop(device, ampfuse.AdamW, max_grad_norm=1.0)
-    loop.scaler = ampfuse.GradScaler(device.type, init_scale=1.0)
-    for _ in range(5):
-        loop.backward()
-        torch.nn.utils.clip_grad_norm_([loop.param], 1.0)
-        loop.finish()
 
 
 @pytest.mark.parametrize("way", ["get_scale", "scale_tensor"])
 def test_program_that_unscales_by_itself_gets_no_warning(device, way):
-    loop = Loop(device, ampfuse.AdamW)
+    loop = Loop(device)
     for _ in range(1100):
         loop.backward()
         loop.param.grad /= getattr(loop.scaler, way)()
         loop.optimizer.step()
 
 
-def test_only_gradients_whose_norm_was_above_the_limit_count_as_clipped(device):
-    loop = Loop(device, ampfuse.AdamW)
-
-    def iterate(factor):
-        loop.backward(factor)
-        ampfuse.clip_grad_norm_([loop.param], 1.0)
-        loop.finish()
-
-    iterate(1e-9)
-    with pytest.warns(UserWarning, match="clipped to max_norm=1 while they were still"):
-        iterate(1.0)
-
-
-def test_small_limit_multiplied_by_the_scale_gives_no_warning(device):
-    loop = Loop(device)
-    for _ in range(5):
+def test_a_second_network_without_a_scaler_gives_no_warning(device):
+    """It is clipped, or makes many steps, between the first one's backward passes and step."""
+    loop, other = Loop(device, torch.optim.SGD), Other(device)
+    for _ in range(150):
         loop.backward()
-        ampfuse.clip_grad_norm_([loop.param], 5e-4 * loop.scaler.get_scale())
+        other.iterate(is_clipped=True)
         loop.finish()
 
-
-def test_network_that_steps_after_each_micro_batch_of_another_gets_no_warning(device):
-    loop, other = Loop(device, ampfuse.AdamW), Parameter(torch.ones(8, device=device))
-    optimizer = ampfuse.AdamW([other], lr=0.1)
-    for _ in range(128):
+    loop, other = Loop(device), Other(device)
+    for _ in range(128):  # micro-batches
         loop.scaler.scale(loop.param.sum()).backward()
-        optimizer.zero_grad()
-        other.sum().backward()
-        optimizer.step()
+        other.iterate()
     loop.finish()
 
-
-def test_network_trained_between_backward_and_step_of_another_gets_no_warning(device):
-    loop, other = Loop(device, ampfuse.AdamW), Parameter(torch.ones(8, device=device))
-    optimizer = ampfuse.AdamW([other], lr=0.1)
+    loop, other = Loop(device), Other(device)
     loop.backward()
     for _ in range(150):
-        optimizer.zero_grad()
-        other.sum().backward()
-        optimizer.step()
+        other.iterate()
     loop.finish()
 
 
 def test_two_scalers_with_one_optimizer_each_give_no_warning(device):
-    loops = [Loop(device, ampfuse.AdamW), Loop(device, torch.optim.SGD)]
+    loops = [Loop(device), Loop(device, torch.optim.SGD)]
     for _ in range(120):
         for loop in loops:
             loop.backward()
@@ -206,8 +191,16 @@ def test_two_scalers_with_one_optimizer_each_give_no_warning(device):
             loop.finish()
 
 
-def test_clipped_gradient_is_saved_and_loaded(device, tmp_path):
+def test_batch_of_many_micro_batches_gives_no_warning(device):
     loop = Loop(device)
+    loop.backward()
+    for _ in range(300):
+        loop.scaler.scale(loop.param.sum()).backward()
+    loop.finish()
+
+
+def test_clipped_gradient_is_saved_and_loaded(device, tmp_path):
+    loop = Loop(device, torch.optim.SGD)
     loop.backward()
     ampfuse.clip_grad_norm_([loop.param], 1e6)
 
@@ -218,46 +211,43 @@ def test_clipped_gradient_is_saved_and_loaded(device, tmp_path):
 
 def test_training_on_the_meta_device_gives_no_warning():
     """A tensor on the meta device has no memory to read a number from."""
-    loop = Loop(torch.device("cpu"), ampfuse.AdamW, max_grad_norm=1.0)
-    param = Parameter(torch.ones(8, device="meta"))
-    optimizer = ampfuse.AdamW([param], max_grad_norm=1.0)
+    loop = Loop(torch.device("cpu"), max_grad_norm=1.0)
+    loop.param = Parameter(torch.ones(8, device="meta"))
+    loop.optimizer = ampfuse.AdamW([loop.param], max_grad_norm=1.0)
     for _ in range(5):
-        loop.scaler.scale(param.sum()).backward()
-        loop.scaler.step(optimizer)
-        loop.scaler.update()
+        loop.scaler.scale(loop.param.sum()).backward()
+        loop.finish()
 
 
-def test_threads_train_separate_models_without_errors(device):
-    errors = []
-
-    def train():
-        try:
-            for _ in range(30):
-                loop = Loop(device, ampfuse.AdamW)
-                for _ in range(4):
-                    loop.backward()
-                    loop.scaler.unscale_(loop.optimizer)
-                    ampfuse.clip_grad_norm_([loop.param], 1.0)
-                    loop.finish()
-                    loop.param.grad = torch.ones_like(loop.param)
-                    loop.optimizer.step()
-        except Exception as error:
-            errors.append(error)
-
+@pytest.fixture
+def frequent_switches():
+    """Make Python switch between threads as often as it can."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    threads = [threading.Thread(target=train) for _ in range(4)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert errors == []
+    yield
+    sys.setswitchinterval(interval)
 
 
-def test_lookup_of_a_clipped_gradient_is_safe_while_a_thread_scales_losses(device):
+def test_threads_train_separate_models_without_errors(device, frequent_switches):
+    def train():
+        for _ in range(30):
+            loop = Loop(device)
+            for _ in range(4):
+                loop.backward()
+                loop.scaler.unscale_(loop.optimizer)
+                ampfuse.clip_grad_norm_([loop.param], 1.0)
+                loop.finish()
+                loop.param.grad = torch.ones_like(loop.param)
+                loop.optimizer.step()
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(train) for _ in range(4)]:
+            done.result()  # raises the thread's error
+
+
+def test_lookup_of_a_clipped_gradient_is_safe_while_a_thread_scales_losses(
+    device, frequent_switches
+):
     grad, done = torch.ones(3, device=device), threading.Event()
     watches = [_mistakes.Watch(), _mistakes.Watch()]
 
@@ -266,42 +256,20 @@ def test_lookup_of_a_clipped_gradient_is_safe_while_a_thread_scales_losses(devic
             watches[1].note_scaled_loss()
 
     watches[0].note_scaled_loss()
-    thread, interval = threading.Thread(target=scale_losses), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    thread.start()
-    try:
-        for _ in range(3000):
-            _mistakes.note_clip([grad], 1.0, torch.tensor(2.0))
-            clip = _mistakes.first_clip([grad])
-            assert clip is None or clip.max_norm == 1.0
-    finally:
-        done.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-
-
-def test_batch_of_many_micro_batches_gives_no_warning(device):
-    loop = Loop(device, ampfuse.AdamW)
-    loop.backward()
-    for _ in range(300):
-        loop.scaler.scale(loop.param.sum()).backward()
-    loop.finish()
-
-
-def test_reading_a_history_that_was_not_recorded_warns(device):
-    loop = Loop(device)
-    with pytest.warns(UserWarning, match=r"GradScaler\(history=100\)"):
-        assert loop.scaler.history() == []
-
-
-@pytest.mark.parametrize("device", [65536.0, 2**16, None])
-def test_scale_passed_as_the_device_is_refused(device):
-    with pytest.raises(TypeError, match="device: expected a str like 'cuda', got"):
-        ampfuse.GradScaler(device)
+    with ThreadPoolExecutor(1) as pool:
+        scaling = pool.submit(scale_losses)
+        try:
+            for _ in range(3000):
+                _mistakes.note_clip([grad], 1.0, torch.tensor(2.0))
+                clip = _mistakes.first_clip([grad])
+                assert clip is None or clip.max_norm == 1.0
+        finally:
+            done.set()
+        scaling.result()
 
 
 def test_scalers_that_have_stepped_are_copied_and_pickled(device):
-    loop = Loop(device)
+    loop = Loop(device, torch.optim.SGD)
     loop.backward()
     loop.finish()
 

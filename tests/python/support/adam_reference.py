@@ -1,18 +1,19 @@
-"""Inputs for tests of `fused_adam`, and a step of Adam or AdamW in float64, without ampfuse.
+"""Inputs for tests of `fused_adam`, and a step of Adam or AdamW in float64.
 
-The formulae are those of torch.optim's documentation; t is the number of the step:
+The exact step does without ampfuse. Its formulae are those of torch.optim's documentation; t is
+the number of the step:
 
     g ← −g if maximize;  g ← g + λ·p (Adam) or p ← p − lr·λ·p (AdamW)
     m ← β₁·m + (1−β₁)·g;  v ← β₂·v + (1−β₂)·g²;  with amsgrad, the largest v so far replaces v
     p ← p − lr·m̂ / (√v̂ + ε)  with m̂ = m/(1−β₁ᵗ), v̂ = v/(1−β₂ᵗ)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
-from reference import heavy_tailed
+from ampfuse.ops import fused_adam
+from reference import heavy_tailed, same_bits
 from torch import Tensor
 
 # The weight decay is large enough to be visible in float16.
@@ -27,6 +28,22 @@ OPTIONS = {
 }
 
 
+LISTS = ["params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps", "masters"]
+SCALARS = ["lr", "found_inf", "grad_scale", "total_norm", "grad_norm"]
+
+
+def valid_arguments(device):
+    """Return arguments with which a step changes every tensor that it may write."""
+    lists = {name: [torch.full((3,), 6.0, device=device) for _ in range(3)] for name in LISTS}
+    for name in ("params", "grads"):
+        lists[name] = [x.bfloat16() for x in lists[name]]
+    lists["state_steps"] = [torch.tensor(4.0, device=device) for _ in range(3)]
+    scalars = {name: torch.tensor(0.5, device=device) for name in SCALARS}
+    scalars["found_inf"] = torch.zeros((), device=device)
+    options = OPTIONS | {"amsgrad": True, "write_back_grads": True, "max_norm": 0.25}
+    return lists | scalars | options
+
+
 @dataclass(frozen=True)
 class Dtypes:
     """Dtypes of one parameter and of its gradient, moments and master."""
@@ -36,15 +53,13 @@ class Dtypes:
     moment: torch.dtype = torch.float32
     master: torch.dtype | None = None
 
-    def __str__(self) -> str:
+    def __str__(self):
         names = [str(x).removeprefix("torch.") for x in (self.param, self.grad, self.moment)]
         return "-".join([*names, str(self.master).removeprefix("torch.")])
 
 
-DTYPES_16_BIT, SINGLE = (
-    [torch.float16, torch.bfloat16],
-    [torch.float16, torch.bfloat16, torch.float32],
-)
+DTYPES_16_BIT = [torch.float16, torch.bfloat16]
+SINGLE = [*DTYPES_16_BIT, torch.float32]
 DOUBLE = Dtypes(torch.float64, torch.float64, torch.float64)
 HALF_WITH_MASTERS = Dtypes(torch.float16, torch.float16, master=torch.float32)
 BFLOAT16_WITH_MASTERS = Dtypes(torch.bfloat16, torch.bfloat16, master=torch.float32)
@@ -62,12 +77,13 @@ COMBINATIONS = [
     for moment in (torch.float32, torch.bfloat16)
 ] + [DOUBLE]
 
-EVERY_COMBINATION = pytest.mark.parametrize("dtypes", COMBINATIONS, ids=str)
-
 # All kinds of parameters and masters, with the dtypes that gradients and moments usually have.
 WITH_MASTERS = [HALF_WITH_MASTERS, BFLOAT16_WITH_MASTERS, BFLOAT16_WITH_REMAINDERS]
+KINDS = [Dtypes(), DOUBLE, *WITH_MASTERS]
+
+EVERY_COMBINATION = pytest.mark.parametrize("dtypes", COMBINATIONS, ids=str)
+EVERY_KIND = pytest.mark.parametrize("dtypes", KINDS, ids=str)
 EVERY_MASTER = pytest.mark.parametrize("dtypes", WITH_MASTERS, ids=str)
-SOME_COMBINATIONS = pytest.mark.parametrize("dtypes", [Dtypes(), DOUBLE, *WITH_MASTERS], ids=str)
 
 
 @dataclass
@@ -82,23 +98,23 @@ class AdamLists:
     state_steps: list[Tensor]
     masters: list[Tensor]  # empty without masters
 
-    def columns(self) -> list[list[Tensor]]:
+    def columns(self):
         """Return the lists, in the order in which the op takes them."""
         return [getattr(self, field.name) for field in fields(self)]
 
-    def tensors(self) -> list[Tensor]:
+    def tensors(self):
         """Return the tensors of all lists."""
         return [tensor for column in self.columns() for tensor in column]
 
-    def clone(self) -> "AdamLists":
+    def clone(self):
         """Return a copy that shares no memory with this."""
         return AdamLists(*([x.clone() for x in column] for column in self.columns()))
 
-    def only(self, *indices: int) -> "AdamLists":
+    def only(self, *indices):
         """Return the tensors with these indices, without copying them."""
         return AdamLists(*([column[i] for i in indices if column] for column in self.columns()))
 
-    def stepped(self) -> list[Tensor]:
+    def stepped(self):
         """Return the tensors that a step updates: the masters if present, else the parameters."""
         if not self.masters:
             return self.params
@@ -106,22 +122,13 @@ class AdamLists:
         return [join(p, x) if x.dtype == torch.int16 else x for p, x in pairs]
 
 
-def concatenated(*parts: AdamLists) -> AdamLists:
+def concatenated(*parts):
     """Return the lists of all parts, one part after the other."""
     columns = zip(*(part.columns() for part in parts), strict=True)
     return AdamLists(*([x for column in of_all for x in column] for of_all in columns))
 
 
-def adam_lists(
-    shapes: Sequence[int | tuple[int, ...]],
-    device: torch.device,
-    dtypes: Dtypes = Dtypes(),
-    *,
-    amsgrad: bool = False,
-    maximize: bool = False,
-    steps: float = 0,
-    seed: int = 0,
-) -> AdamLists:
+def adam_lists(shapes, device, dtypes=Dtypes(), *, amsgrad=False, maximize=False, steps=0, seed=0):
     """Return lists of heavy-tailed numbers, as they might be after `steps` steps.
 
     Parameter, gradient and mean of an element have the same sign (with `maximize`, the gradient has
@@ -154,14 +161,14 @@ def adam_lists(
     return lists
 
 
-def renew_gradients(lists: AdamLists, seed: int) -> None:
+def renew_gradients(lists, seed):
     """Overwrite the gradients with new ones of the same signs."""
     for i, grad in enumerate(lists.grads):
         new = heavy_tailed(tuple(grad.shape), grad.dtype, grad.device, seed=1000 * seed + i)
         grad.copy_(new.abs() * grad.sign())
 
 
-def with_masters(lists: AdamLists, dtypes: Dtypes) -> AdamLists:
+def with_masters(lists, dtypes):
     """Return a copy of float32 lists whose parameters became 16-bit parameters and masters."""
     copy = lists.clone()
     if dtypes.master == torch.float32:
@@ -170,7 +177,7 @@ def with_masters(lists: AdamLists, dtypes: Dtypes) -> AdamLists:
     return replace(copy, params=list(params), masters=list(masters))
 
 
-def split(x: Tensor) -> tuple[Tensor, Tensor]:
+def split(x):
     """Split float32 numbers into the nearest bfloat16 (ties away from zero) and a remainder.
 
     As integers, the bits of x are those of the bfloat16 times 2¹⁶ plus the remainder. The bits of a
@@ -181,14 +188,14 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     return wrapped(upper).view(torch.bfloat16), wrapped(bits)
 
 
-def join(param: Tensor, remainder: Tensor) -> Tensor:
+def join(param, remainder):
     """Return the float32 numbers that were split."""
     upper = param.view(torch.int16).long() << 16
     bits = torch.where(param.isnan(), upper | (remainder.long() & 0xFFFF), upper + remainder.long())
     return (((bits + 2**31) % 2**32) - 2**31).int().view(torch.float32)
 
 
-def wrapped(integers: Tensor) -> Tensor:
+def wrapped(integers):
     """Return the lower 16 bits as signed integers."""
     return (((integers + 2**15) % 2**16) - 2**15).short()
 
@@ -202,29 +209,17 @@ class ExactStep:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor
-    grad: Tensor  # unscaled and clipped
 
 
-def exact_step(
-    lists: AdamLists,
-    lr: float,
-    *,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    amsgrad: bool,
-    maximize: bool,
-    decoupled_weight_decay: bool,
-    grad_factor: float = 1.0,
-) -> list[ExactStep]:
+def exact_step(lists, lr=1e-3, *, grad_factor=1.0, **options):
     """Return the result of one step for each parameter of the lists, by the formulae above."""
+    beta1, beta2, weight_decay, eps, amsgrad, maximize, decoupled = (OPTIONS | options).values()
     results = []
     for i, before in enumerate(x.to(torch.float64, copy=True) for x in lists.stepped()):
         grad = lists.grads[i].double() * grad_factor
         t = lists.state_steps[i].item() + 1
         g, p = (-grad if maximize else grad), before
-        if decoupled_weight_decay:
+        if decoupled:
             p = p - lr * weight_decay * p
         else:
             g = g + weight_decay * p
@@ -234,11 +229,11 @@ def exact_step(
         m_hat = m / (1 - beta1**t)
         v_hat = largest / (1 - beta2**t)
         p = p - lr * m_hat / (v_hat.sqrt() + eps)
-        results.append(ExactStep(before, p, m, v, largest, grad))
+        results.append(ExactStep(before, p, m, v, largest))
     return results
 
 
-def take_exact_step(lists: AdamLists, lr: float, **options: float) -> None:
+def take_exact_step(lists, lr, **options):
     """Replace the tensors of float64 lists by the results of one step of the formulae."""
     results = exact_step(lists, lr, **options)
     lists.params = [result.param for result in results]
@@ -247,7 +242,7 @@ def take_exact_step(lists: AdamLists, lr: float, **options: float) -> None:
     lists.state_steps = [count + 1 for count in lists.state_steps]
 
 
-def assert_stored(actual: Tensor, expected: Tensor, error: Tensor) -> None:
+def assert_stored(actual, expected, error):
     """Check `actual` against exact numbers. Allow `error` for the arithmetic, and one rounding to
     the dtype: half an ulp, or half a step of its subnormal numbers."""
     info = torch.finfo(actual.dtype)
@@ -256,7 +251,7 @@ def assert_stored(actual: Tensor, expected: Tensor, error: Tensor) -> None:
     assert (off <= half_a_bit + error).all(), f"{(off / (half_a_bit + error)).max().item():.3g} ×"
 
 
-def assert_step(lists: AdamLists, exact: list[ExactStep]) -> None:
+def assert_step(lists, exact):
     """Check that the lists contain the exact results of the step, except for roundings.
 
     These operations round by half an ulp each, which is relative to the result if nothing cancels.
@@ -288,3 +283,26 @@ def assert_step(lists: AdamLists, exact: list[ExactStep]) -> None:
         size = torch.maximum(step.before.abs(), step.param.abs())
         update = (step.param - step.before).abs()
         assert_stored(stepped[i], step.param, unit * (3 * size + of_update * update))
+
+
+def step(lists, lr=1e-3, **options):
+    """Take a step of ampfuse with OPTIONS, which `options` override."""
+    rate = lr if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64)
+    fused_adam(*lists.columns(), lr=rate, **OPTIONS | options)
+
+
+def assert_takes_exact_step(lists, lr=1e-3, **options):
+    """Take a step, and compare it with the step of the formulae from the same numbers."""
+    exact = exact_step(lists, lr, **options)
+    counts = [count.item() for count in lists.state_steps]
+
+    step(lists, lr, **options)
+
+    assert_step(lists, exact)
+    assert [count.item() for count in lists.state_steps] == [count + 1 for count in counts]
+
+
+def assert_same_lists(a, b):
+    """Check that all tensors of two lists have the same bits."""
+    assert all(map(same_bits, a.tensors(), b.tensors()))
+    assert len(a.tensors()) == len(b.tensors())

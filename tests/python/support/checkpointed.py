@@ -11,6 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+# Options of `Training.of`.
+KINDS = {
+    "float32": {},
+    "torch's AdamW": {"make": torch.optim.AdamW},
+    "torch's SGD": {"make": torch.optim.SGD, "momentum": 0.9},
+    "amsgrad": {"make": ampfuse.Adam, "amsgrad": True},
+    "bfloat16 with masters": {"dtype": torch.bfloat16, "master_weights": True},
+    "bfloat16 with remainders": {"dtype": torch.bfloat16, "master_weights": "remainder"},
+    "bfloat16 moments": {
+        "dtype": torch.bfloat16,
+        "master_weights": True,
+        "state_dtype": torch.bfloat16,
+    },
+    "float16 with masters": {"dtype": torch.float16, "master_weights": True},
+    "without a scaler": {"enabled": False},
+}
+
 
 @dataclass
 class Training:
@@ -62,6 +79,19 @@ class Training:
         found = [*self.model.state_dict().values()]
         found += [one for entries in state for one in entries.values()]
         return [one for one in found if isinstance(one, torch.Tensor)]
+
+
+class Stateful:
+    """An object with a state, such as a loader."""
+
+    def __init__(self, state=None):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
 
 
 def same(one, other):

@@ -1,6 +1,6 @@
 """A small training loop, and the steps that a clock measures in it."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import ampfuse
 import torch
@@ -29,8 +29,9 @@ class Steps(Listener):
         self.steps.append({phase: seconds.get(phase, 0.0) for phase in PHASES})
 
 
-def clocked_steps():
-    """Yield steps that a clock measures until the generator is closed, for a fixture."""
+@contextmanager
+def clocked():
+    """Yield steps that a clock measures until the block ends."""
     with ExitStack() as exits:
         made = Steps()
         made.clock = StepClock(exits, made)
@@ -45,13 +46,11 @@ class Numbers(Dataset):
         return torch.zeros(4)
 
 
-def train(after=lambda: None, loader=None, before_backward=lambda: None):
+def train(after=lambda: None, loader=None):
     model = nn.Linear(4, 4)
     optimizer = ampfuse.AdamW(model.parameters())
     for batch in DataLoader(Numbers(), 4) if loader is None else loader:
-        loss = model(batch).sum()
-        before_backward()
-        loss.backward()
+        model(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         after()

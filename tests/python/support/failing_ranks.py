@@ -5,10 +5,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ampfuse
@@ -27,13 +25,11 @@ STEPS, SAVED_EVERY = 6, 2
 TIMEOUT = 5.0  # seconds until a collective fails from which a rank is absent
 LONGEST = 60.0  # seconds until a test gives up waiting for a process
 
-State = tuple[list[Tensor], dict[str, Any]]
-
 
 class Failure(NamedTuple):
     """How and where rank 1 fails, and in which step."""
 
-    how: str  # a name in `ways`
+    how: str  # "killed before", "killed in", "raises before" or "absent from" the call
     where: str  # a name in CALLS
     step: int = 3
 
@@ -53,8 +49,8 @@ CALLS = {
 class Record:
     """The states of a rank, which it writes at its end."""
 
-    states: dict[int, State] = field(default_factory=dict)  # by the number of completed steps
-    last: State | None = None  # after an error
+    states: dict = field(default_factory=dict)  # by the number of completed steps
+    last: Any = None  # the state after an error
     error: str = ""
     failed: float = 0.0  # the time at which rank 1 has failed
 
@@ -62,13 +58,13 @@ class Record:
 class OfThisRank:
     """A model and an optimizer of one rank, whose states a checkpoint stores for each rank."""
 
-    def __init__(self, **parts: Any) -> None:
+    def __init__(self, **parts):
         self.parts = parts
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {name: part.state_dict() for name, part in self.parts.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
 
@@ -76,7 +72,7 @@ class OfThisRank:
 class Training:
     """A bfloat16 model of which each rank has shards, or layers of its own, and a scaler."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         rank = dist.get_rank()
         is_sharded = kind == "fully_shard"
         self.network = model(seed=0 if is_sharded else rank).bfloat16()
@@ -89,14 +85,14 @@ class Training:
         self.objects = parts if is_sharded else {"of_rank": OfThisRank(**parts)}
         self.objects |= {"scaler": self.scaler}
 
-    def step(self, number: int) -> None:
+    def step(self, number):
         loss = loss_of(self.network, dist.get_rank(), number)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
 
-    def state(self) -> State:
+    def state(self):
         """Return copies of this rank's parameters and optimizer state, and the scaler's state."""
         params = list(self.network.parameters())
         tensors = [local(param.detach()).clone() for param in params]
@@ -106,44 +102,35 @@ class Training:
         return tensors, self.scaler.state_dict()
 
 
-def prepare(failure: Failure, folder: Path) -> None:
+def prepare(failure, folder):
     """Make rank 1 fail in the coming step. Others wait for it if it is killed in a collective."""
     failed = folder / "failed"
 
-    def kill() -> None:
+    def fail():
         failed.write_text(str(time.monotonic()))
+        if failure.how == "raises before":
+            raise ValueError("rank 1 fails")
+        if failure.how == "absent from":
+            time.sleep(LONGEST)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def fail() -> None:
-        failed.write_text(str(time.monotonic()))
-        raise ValueError("rank 1 fails")
-
-    def sleep() -> None:
-        failed.write_text(str(time.monotonic()))
-        time.sleep(LONGEST)
-
-    def wait_for_kill() -> None:
+    def wait_for_kill():
         while not failed.exists():
             time.sleep(0.01)
         time.sleep(0.2)
 
-    ways = {
-        "killed before": kill,
-        "killed in": threading.Timer(0.5, kill).start,
-        "raises before": fail,
-        "absent from": sleep,
-    }
     if dist.get_rank() == VICTIM:
-        before_call(*CALLS[failure.where], ways[failure.how])
+        way = threading.Timer(0.5, fail).start if failure.how == "killed in" else fail
+        before_call(*CALLS[failure.where], way)
     elif failure.how == "killed in":
         before_call(*CALLS[failure.where], wait_for_kill)
 
 
-def before_call(owner: Any, name: str, number: int, action: Callable[[], None]) -> None:
+def before_call(owner, name, number, action):
     """Call `action` before the call of this number of a function."""
     original, numbers = getattr(owner, name), itertools.count(1)
 
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args, **kwargs):
         if next(numbers) == number:
             action()
         return original(*args, **kwargs)
@@ -151,7 +138,7 @@ def before_call(owner: Any, name: str, number: int, action: Callable[[], None]) 
     setattr(owner, name, replacement)
 
 
-def program(folder: Path, rank: int, kind: str, failure: Failure | None) -> None:
+def program(folder, rank, kind, failure):
     """Train from the last checkpoint in the folder, if there is one, to the last step."""
     record, run = Record(), folder / "run"
     init = f"file://{folder}/init-{'again' if failure is None else 'first'}"
@@ -187,7 +174,7 @@ class Ended(NamedTuple):
     record: Record | None  # None if it was killed
 
 
-def play(folder: Path, kind: str, failure: Failure | None = None) -> list[Ended]:
+def play(folder, kind, failure=None):
     """Run the program on all ranks. A rank that is absent is killed when the others have ended."""
     processes = []
     for rank in range(RANKS):
@@ -209,5 +196,5 @@ def play(folder: Path, kind: str, failure: Failure | None = None) -> list[Ended]
     ]
 
 
-def record_of(file: Path) -> Record | None:
+def record_of(file):
     return Record(**torch.load(file)) if file.exists() else None

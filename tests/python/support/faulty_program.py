@@ -1,4 +1,4 @@
-"""A program with one fault, which the first argument names; "none" has no fault."""
+"""A program with one fault, which the first argument names."""
 
 import sys
 import time

@@ -41,6 +41,14 @@ def batch(device, seed=0):
     return inputs.to(device), torch.randint(CLASSES, (8,), generator=generator).to(device)
 
 
+def train_both(step, other, device, seeds):
+    """Call both steps with the batches and the random numbers of these seeds."""
+    for seed in seeds:
+        for train in (step, other):
+            torch.manual_seed(seed)
+            train(*batch(device, seed))
+
+
 class Side:
     """A model, its optimizer and scaler, and the training step in plain code."""
 
@@ -110,6 +118,10 @@ class Side:
             *self.model.buffers(),
             *(value for state in states for value in state.values()),
         ]
+
+    @property
+    def grads(self):
+        return [param.grad for param in self.model.parameters()]
 
     def assert_same(self, other):
         assert_same_bits(self.tensors, other.tensors)

@@ -2,20 +2,20 @@
 
 import sys
 import time
+from collections import OrderedDict
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-NAME = sys.argv[1]
 STEPS = 100
 
 
 class Images:
     """Ten classes of images: noise around a picture of each class."""
 
-    def __init__(self, size=16, wait=0.0):
-        self.pictures = torch.randn(10, 3, size, size)
+    def __init__(self, wait=0.0):
+        self.pictures = torch.randn(10, 3, 8, 8)
         self.wait = wait
 
     def __iter__(self):
@@ -62,9 +62,8 @@ class Block(nn.Module):
     def __init__(self, width, gain):
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(width), Attention(width, gain)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        widen, narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(widen, nn.GELU(), narrow)
 
     def forward(self, x):
         x = x + self.attention(self.norm(x))
@@ -97,8 +96,7 @@ def train(model, batches, loss_of, rate=1e-3, optimizer=torch.optim.AdamW):
     for inputs, targets in batches:
         optimizer.zero_grad()
         output = model(inputs)
-        loss = loss_of(output, targets)
-        loss.backward()
+        loss_of(output, targets).backward()
         optimizer.step()
 
 
@@ -148,45 +146,10 @@ class Waves(nn.Module):
         return torch.sin(x @ self.frequencies)
 
 
-def numbers(target, batch=64):
+def cosines(batch=64):
     for _ in range(STEPS):
         x = torch.randn(batch, 16)
-        yield x, target(x)
-
-
-def main():
-    torch.manual_seed(0)
-    if NAME == "convolutions":
-        train(convolutions(), Images(), functional.cross_entropy)
-    elif NAME == "language":
-        train(Language(), texts(), of_classes)
-    elif NAME == "attention":
-        train(Language(gain=400.0), texts(), of_classes)
-    elif NAME == "norm":
-        model = nn.Sequential(nn.Linear(16, 256), SquareNorm(256), nn.ReLU(), nn.Linear(256, 16))
-        nn.init.normal_(model[0].weight, std=200.0)
-        train(model, numbers(lambda x: x.cos()), functional.mse_loss)
-    elif NAME == "mask":
-        train(Masked(), texts(), of_classes)
-    elif NAME == "tiny gradients":
-        train(convolutions(), Images(), lambda *both: 1e-6 * functional.cross_entropy(*both))
-    elif NAME == "stiff":
-        train(Heat(), positions(), functional.mse_loss)
-    elif NAME == "differences":
-        loss = functional.mse_loss
-        train(Differences(), numbers(lambda x: x.cos()), loss)
-    elif NAME == "waves":
-        model = nn.Sequential()
-        model.waves = Waves(512)
-        model.body = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 16))
-        train(model, numbers(lambda x: x.cos(), 512), functional.mse_loss)
-    elif NAME == "small layers":
-        layers = [layer for _ in range(60) for layer in (nn.Linear(16, 16), nn.Tanh())]
-        train(nn.Sequential(*layers), numbers(lambda x: x.cos(), 4), functional.mse_loss)
-    elif NAME == "input":
-        train(convolutions(), Images(wait=0.25), functional.cross_entropy)
-    elif NAME == "diverges":
-        train(convolutions(), Images(), functional.cross_entropy, 1e20, torch.optim.SGD)
+        yield x, x.cos()
 
 
 class Masked(Language):
@@ -197,4 +160,40 @@ class Masked(Language):
         return logits.masked_fill(torch.zeros_like(logits, dtype=torch.bool), -1e9)
 
 
-main()
+def with_large_squares():
+    model = nn.Sequential(nn.Linear(16, 256), SquareNorm(256), nn.ReLU(), nn.Linear(256, 16))
+    nn.init.normal_(model[0].weight, std=200.0)
+    return model
+
+
+def of_waves():
+    body = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 16))
+    return nn.Sequential(OrderedDict(waves=Waves(512), body=body))
+
+
+def many_layers():
+    layers = [layer for _ in range(60) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+def tiny(logits, labels):
+    return 1e-6 * of_classes(logits, labels)
+
+
+# The model, the batches and the loss of each program.
+PROGRAMS = {
+    "convolutions": lambda: (convolutions(), Images(), of_classes),
+    "language": lambda: (Language(), texts(), of_classes),
+    "attention": lambda: (Language(gain=400.0), texts(), of_classes),
+    "norm": lambda: (with_large_squares(), cosines(), functional.mse_loss),
+    "mask": lambda: (Masked(), texts(), of_classes),
+    "tiny gradients": lambda: (convolutions(), Images(), tiny),
+    "stiff": lambda: (Heat(), positions(), functional.mse_loss),
+    "differences": lambda: (Differences(), cosines(), functional.mse_loss),
+    "waves": lambda: (of_waves(), cosines(512), functional.mse_loss),
+    "small layers": lambda: (many_layers(), cosines(4), functional.mse_loss),
+    "input": lambda: (convolutions(), Images(wait=0.1), of_classes),
+    "diverges": lambda: (convolutions(), Images(), of_classes, 1e20, torch.optim.SGD),
+}
+torch.manual_seed(0)
+train(*PROGRAMS[sys.argv[1]]())

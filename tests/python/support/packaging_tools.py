@@ -3,6 +3,7 @@
 The second checkout stays in the build folder between runs, so only the first run compiles.
 """
 
+import fcntl
 import os
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import ampfuse
 import torch
+import warm
 
 # Use this interpreter's cmake and ninja, even if its environment is not active.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -46,14 +48,44 @@ def run(*command: str | Path, **options: object) -> str:
     return done.stdout
 
 
+def run_python(*arguments: str | Path, cwd: Path, **variables: str) -> str:
+    """Run a Python program in a warm process and return its output, as `run` does."""
+    return run(warm.python(), *arguments, cwd=cwd, env={**os.environ, **variables})
+
+
 def build_program(source: Path, build: Path, prefix_path: str | Path = PACKAGE) -> None:
     """Configure and build a C++ program that finds ampfuse in `prefix_path`.
 
     It is not optimised, which takes half of the compile time; the library does its arithmetic.
     """
     prefixes = f"-DCMAKE_PREFIX_PATH={prefix_path};{CPP_HEADERS}"
-    run("cmake", "-S", source, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=", prefixes)
+    options = ("-DCMAKE_BUILD_TYPE=", f"-DCMAKE_PROJECT_INCLUDE={include_precompiled_torch()}")
+    run("cmake", "-S", source, "-B", build, "-G", "Ninja", prefixes, *options)
     run("cmake", "--build", build)
+
+
+def include_precompiled_torch() -> Path:
+    """Return a file for CMake that makes a project's sources begin with torch's headers.
+
+    They take most of a program's compile time, and are precompiled once for each build folder. The
+    compiler ignores what is precompiled with other options than those of `build_program`.
+    """
+    folder = ROOT / os.environ.get("AMPFUSE_BUILD", "build") / "programs"
+    folder.mkdir(parents=True, exist_ok=True)
+    header, compiled = folder / "torch.h", folder / "torch.h.gch"
+    commands = folder / "include.cmake"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes run tests
+        if not compiled.exists():
+            header.write_text("#include <torch/torch.h>\n")
+            commands.write_text(f"add_compile_options(-include {header})\n")
+            torch_headers = SITE / "torch" / "include"
+            folders = (torch_headers, torch_headers / "torch" / "csrc" / "api" / "include")
+            flags = [flag for folder in folders for flag in ("-isystem", folder)]
+            unfinished = folder / "unfinished.gch"
+            run("c++", "-std=gnu++20", *flags, "-x", "c++-header", header, "-o", unfinished)
+            unfinished.rename(compiled)
+    return commands
 
 
 def second_checkout() -> Path:

@@ -1,8 +1,10 @@
-"""Blocks of code on the pages of the documentation."""
+"""The pages of the documentation, and their blocks of code."""
 
 import re
 
 from packaging_tools import ROOT
+
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 
 
 def code_blocks(language: str, page: str = "README.md") -> list[str]:

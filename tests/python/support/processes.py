@@ -9,9 +9,6 @@ import multiprocessing
 import os
 import traceback
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,33 +22,32 @@ SERVER.set_forkserver_preload(
 class Scenarios:
     """The scenarios of a module: functions of one argument that return a dictionary."""
 
-    def __init__(self, ranks: int = 2) -> None:
+    def __init__(self, ranks=2):
         self.ranks = ranks
-        self._functions: dict[tuple[str, Any], Callable[[Any], dict[str, Any]]] = {}
-        self._results: list[dict[tuple[str, Any], Any]] = []  # of each rank
+        self._functions = {}  # by name and argument
+        self._results = []  # of each rank
 
-    def __call__(self, *arguments: Any) -> Callable[[Any], Any]:
+    def __call__(self, *arguments):
         """Return a decorator. All ranks will call its function with each of the arguments."""
 
-        def register(function: Any) -> Any:
+        def register(function):
             for argument in arguments:
                 self._functions[function.__name__, argument] = function
             return function
 
         return register
 
-    def play(self, folder: Path) -> None:
+    def play(self, folder):
         """Run all scenarios, with files in the folder."""
         # The processes have the environment of the one that they are forked from.
         arguments = (str(folder), self._functions, self.ranks, dict(os.environ))
         torch.multiprocessing.start_processes(
             _play, arguments, nprocs=self.ranks, start_method="forkserver"
         )
-        self._results = [
-            torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(self.ranks)
-        ]
+        files = [folder / f"{rank}.pt" for rank in range(self.ranks)]
+        self._results = [torch.load(file, weights_only=False) for file in files]
 
-    def results(self, name: str, argument: Any) -> list[dict[str, Any]]:
+    def results(self, name, argument):
         """Return each rank's result. Fail if there was an error or a warning of stale masters."""
         results = [of_process[name, argument] for of_process in self._results]
         for result in results:
@@ -60,17 +56,11 @@ class Scenarios:
         return results
 
 
-def _play(
-    rank: int,
-    folder: str,
-    functions: dict[tuple[str, Any], Any],
-    ranks: int,
-    environment: dict[str, str],
-) -> None:
+def _play(rank, folder, functions, ranks, environment):
     os.environ.update(environment)
     start = f"file://{folder}/init"
     dist.init_process_group("gloo", init_method=start, rank=rank, world_size=ranks)
-    results: dict[tuple[str, Any], Any] = {}
+    results = {}
     for (name, argument), function in functions.items():
         try:
             with warnings.catch_warnings(record=True) as caught:

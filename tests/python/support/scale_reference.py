@@ -1,15 +1,50 @@
-"""Loss-scale policies of other libraries, in plain Python without ampfuse."""
+"""Loss scales for `update_scale`, and policies of other libraries, in Python without ampfuse."""
 
 import math
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from ampfuse.ops import update_scale
 
-def as_float32(x: float) -> float:
+OPTIONS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
+
+
+class Scale:
+    """A loss scale with its growth tracker and counters, and with a history or statistics."""
+
+    def __init__(self, device, scale=1024.0, hysteresis=1, history=0, statistics=False):
+        self.device = device
+        self.scale = torch.tensor(scale, device=device)
+        self.growth_tracker = torch.tensor(0, dtype=torch.int32, device=device)
+        self.counters = torch.tensor([hysteresis, 0, 0], device=device)
+        self.history = torch.zeros(history, 3, device=device) if history else None
+        no_norms = torch.tensor([0.0, 0.0, 0.0, math.inf], dtype=torch.float64, device=device)
+        self.norms = no_norms if statistics else None
+
+    def arguments(self, *flags, norm=None, **options):
+        """Return the arguments of an update with these flags."""
+        return {
+            "scale": self.scale,
+            "growth_tracker": self.growth_tracker,
+            "counters": self.counters,
+            "found_infs": [torch.tensor(float(flag), device=self.device) for flag in flags],
+            "history": self.history,
+            "norm": None if norm is None else torch.tensor(norm, device=self.device),
+            "norms": self.norms,
+            **OPTIONS | options,
+        }
+
+    def update(self, *flags, norm=None, **options):
+        """Return the scale after a step with these flags."""
+        update_scale(**self.arguments(*flags, norm=norm, **options))
+        return self.scale.item()
+
+
+def as_float32(x):
     """Return the nearest float32, or infinity if `x` is out of range."""
     try:
-        return struct.unpack("f", struct.pack("f", x))[0]  # type: ignore[no-any-return]
+        return struct.unpack("f", struct.pack("f", x))[0]
     except OverflowError:
         return math.copysign(math.inf, x)
 
@@ -25,23 +60,7 @@ class Policy:
     hysteresis: int = 1
 
 
-def torch_scales(scale: float, flags: list[bool], policy: Policy) -> list[float]:
-    """Return the scales of torch.amp: no hysteresis, no smallest scale."""
-    tracker, scales = 0, []
-    for overflow in flags:
-        if overflow:
-            scale, tracker = as_float32(scale * policy.backoff_factor), 0
-        else:
-            tracker += 1
-            if tracker == policy.growth_interval:
-                grown = as_float32(scale * policy.growth_factor)
-                scale = grown if math.isfinite(grown) else scale
-                tracker = 0
-        scales.append(scale)
-    return scales
-
-
-def megatron_scales(scale: float, flags: list[bool], policy: Policy) -> list[float]:
+def megatron_scales(scale, flags, policy):
     """Return the scales of Megatron-LM: overflows use up the hysteresis, growth restores it."""
     growth_tracker, hysteresis_tracker, scales = 0, policy.hysteresis, []
     for overflow in flags:
@@ -59,7 +78,7 @@ def megatron_scales(scale: float, flags: list[bool], policy: Policy) -> list[flo
     return scales
 
 
-def apex_scales(scale: float, flags: list[bool], policy: Policy) -> list[float]:
+def apex_scales(scale, flags, policy):
     """Return the scales of apex: overflows use up the hysteresis, a clean step restores it."""
     growth_tracker, hysteresis_tracker, scales = 0, policy.hysteresis, []
     for overflow in flags:
@@ -79,9 +98,7 @@ def apex_scales(scale: float, flags: list[bool], policy: Policy) -> list[float]:
     return scales
 
 
-def deepspeed_scales(
-    scale: float, flags: list[bool], policy: Policy, *, consecutive: bool
-) -> list[float]:
+def deepspeed_scales(scale, flags, policy, *, consecutive):
     """Return the scales of DeepSpeed.
 
     It counts steps since the last overflow, and its hysteresis does not fall below 1.
@@ -104,10 +121,8 @@ def deepspeed_scales(
     return scales
 
 
-Reference = Callable[[float, list[bool], Policy], list[float]]
-
 # For each of ampfuse's refill policies, the libraries that have it.
-REFERENCES: dict[str, list[tuple[str, Reference]]] = {
+REFERENCES = {
     "growth": [
         ("Megatron-LM", megatron_scales),
         ("DeepSpeed", lambda *given: deepspeed_scales(*given, consecutive=False)),

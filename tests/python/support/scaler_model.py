@@ -5,17 +5,8 @@ An optimizer is only a list of gradients, numbers or None, and a count of its st
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
 
 from scale_reference import as_float32
-
-
-class Stage(Enum):
-    """The stage of one optimizer between two updates."""
-
-    READY = 0
-    UNSCALED = 1
-    STEPPED = 2
 
 
 @dataclass
@@ -35,7 +26,7 @@ class Optimizer:
 
     grads: list[float | None]
     takes_tensors: bool
-    stage: Stage = Stage.READY
+    stage: str = "ready"  # then "unscaled", then "stepped", until an update
     overflow: bool | None = None  # None: gradients were not inspected, or there were none
     steps: int = 0
 
@@ -54,44 +45,44 @@ class Scaler:
     hysteresis_tracker: int = field(init=False)
     skips: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.hysteresis_tracker = self.hysteresis
 
-    def get_scale(self) -> float:
+    def get_scale(self):
         """Return the scale, also before its first use."""
         return self.init_scale if self.scale is None else self.scale
 
-    def scale_(self) -> float:
+    def scale_(self):
         """Create the scale if this is its first use, and return it."""
         self.scale = self.get_scale()
         return self.scale
 
-    def unscale_(self, optimizer: Optimizer) -> Expected | None:
+    def unscale_(self, optimizer):
         """Multiply all gradients by the inverse of the scale, or return the expected error."""
         if self.scale is None:
             return NO_SCALE
-        if optimizer.stage is Stage.UNSCALED:
+        if optimizer.stage == "unscaled":
             return Expected(RuntimeError, "unscale_() has already been called")
-        if optimizer.stage is Stage.STEPPED:
+        if optimizer.stage == "stepped":
             return Expected(RuntimeError, "unscale_() is being called after step()")
         inverse = as_float32(1 / self.scale)
         optimizer.grads = [None if g is None else as_float32(g * inverse) for g in optimizer.grads]
         self.look(optimizer)
-        optimizer.stage = Stage.UNSCALED
+        optimizer.stage = "unscaled"
         return None
 
-    def look(self, optimizer: Optimizer) -> None:
+    def look(self, optimizer):
         """Inspect the gradients for overflow; without gradients the result is None."""
         present = [g for g in optimizer.grads if g is not None]
         optimizer.overflow = any(not math.isfinite(g) for g in present) if present else None
 
-    def step(self, optimizer: Optimizer) -> Expected | None:
+    def step(self, optimizer):
         """Count the step unless it is skipped, or return the expected error."""
         if self.scale is None:
             return NO_SCALE
-        if optimizer.stage is Stage.STEPPED:
+        if optimizer.stage == "stepped":
             return Expected(RuntimeError, "step() has already been called")
-        if optimizer.stage is Stage.READY:
+        if optimizer.stage == "ready":
             if optimizer.takes_tensors:
                 self.look(optimizer)
             else:
@@ -101,10 +92,10 @@ class Scaler:
         # overflow is None if unscale_() found no gradients. Later ones are not inspected.
         if not optimizer.overflow and any(g is not None for g in optimizer.grads):
             optimizer.steps += 1
-        optimizer.stage = Stage.STEPPED
+        optimizer.stage = "stepped"
         return None
 
-    def update(self) -> Expected | None:
+    def update(self):
         """Apply the policy, or return the expected error."""
         if self.scale is None:
             return NO_SCALE
@@ -125,14 +116,10 @@ class Scaler:
                 self.growth_tracker, self.hysteresis_tracker = 0, self.hysteresis
                 grown = as_float32(self.scale * 2)
                 self.scale = grown if math.isfinite(grown) else self.scale
-        self.begin_again()
+        for optimizer in self.optimizers:
+            optimizer.stage, optimizer.overflow = "ready", None
         return None
 
-    def begin_again(self) -> None:
-        """Reset all optimizers after an update."""
-        for optimizer in self.optimizers:
-            optimizer.stage, optimizer.overflow = Stage.READY, None
-
-    def is_between_updates(self) -> bool:
+    def is_between_updates(self):
         """Return True if an optimizer was unscaled or stepped since the last update."""
-        return any(o.stage is not Stage.READY for o in self.optimizers)
+        return any(o.stage != "ready" for o in self.optimizers)

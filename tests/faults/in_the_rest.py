@@ -1,0 +1,209 @@
+"""Faults in checkpoints, patching, the tools, the build and the benchmarks."""
+
+from fault import Fault
+
+FAULTS = [
+    # --- checkpoints ---
+    Fault(
+        "Tensors stored in another order, as channels_last ones, are not verified before a load.",
+        "python/ampfuse/checkpoint/_tree.py",
+        """\
+    if "$order" in value:
+        return [value["$order"][1]]
+    return tensors_of(list(value.values()))
+""",
+        """\
+    return tensors_of(list(value.values()))
+""",
+        "tests/python/checkpoint",
+    ),
+    Fault(
+        "Old checkpoints are removed before the new one is in place.",
+        "python/ampfuse/checkpoint/_write.py",
+        """\
+            put_in_place(self.unfinished, self.path)
+            remove_others(self.path, self._step, keep)
+""",
+        """\
+            remove_others(self.path, self._step, keep)
+            put_in_place(self.unfinished, self.path)
+""",
+        "tests/python/checkpoint",
+    ),
+    Fault(
+        "load(rng=False) sets the random states nevertheless if an optimizer is loaded.",
+        "python/ampfuse/checkpoint/_load.py",
+        'if "rng" in stored and (resumes if rng is None else rng):',
+        'if "rng" in stored and (resumes or rng):',
+        "tests/python/checkpoint",
+    ),
+    Fault(
+        "A process that was forked during a save keeps the run locked after the save.",
+        "python/ampfuse/checkpoint/_folder.py",
+        """\
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes have the file open, too
+            os.close(self._file)
+""",
+        """\
+            os.close(self._file)
+""",
+        "tests/python/checkpoint",
+    ),
+    Fault(
+        "An optimizer that maximizes does not do so after C++ has loaded its checkpoint.",
+        "csrc/include/ampfuse/checkpoint/loading.h",
+        """\
+  options.maximize(group.at("maximize").toBool());
+""",
+        "",
+        "test_cpp tests/python/checkpoint",
+    ),
+    # --- patching ---
+    Fault(
+        "If a patched optimizer is left to torch, ampfuse's options stay in the program's groups.",
+        "python/ampfuse/patching/_optimizers.py",
+        """\
+            group.clear()
+            group.update(entries)
+""",
+        """\
+            group.update(entries)
+""",
+        "tests/python/patching",
+    ),
+    Fault(
+        "unpatch() inside of a patched() block ends the block's patching.",
+        "python/ampfuse/patching/__init__.py",
+        "part.is_patched = False",
+        "part.is_patched, part.blocks = False, 0",
+        "tests/python/patching",
+    ),
+    Fault(
+        "A loss that ours refuses and torch computes loses its label_smoothing.",
+        "python/ampfuse/patching/_losses.py",
+        """\
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+""",
+        """\
+            reduction=reduction,
+""",
+        "tests/python/patching",
+    ),
+    # --- memory ---
+    Fault(
+        "The account takes the forward of an optimizer's closure for a part of its step.",
+        "python/ampfuse/memory/_recorder.py",
+        "phase = STEP if self._stepping and not torch.is_grad_enabled() else FORWARD",
+        "phase = STEP if self._stepping else FORWARD",
+        "tests/python/memory",
+    ),
+    Fault(
+        "A plan lists allowed changes that save nothing.",
+        "python/ampfuse/memory/_plan.py",
+        "if changed.peak()[0] < record.peak()[0]:",
+        "if changed.peak()[0] <= record.peak()[0]:",
+        "tests/python/memory",
+    ),
+    Fault(
+        "If the whole batch is a multiple of the largest one, it gets one micro-batch too many.",
+        "python/ampfuse/memory/_batch.py",
+        "count = -(-effective // largest)",
+        "count = effective // largest + 1",
+        "tests/python/memory",
+    ),
+    Fault(
+        "The monitor counts no more steps after the first optimizer is gone.",
+        "python/ampfuse/memory/_monitor.py",
+        "if self._first is None or self._first() is None:",
+        "if self._first is None:",
+        "tests/python/memory",
+    ),
+    # --- precision ---
+    Fault(
+        "A trial in float16 divides gradients of earlier micro-batches by the scale once more.",
+        "python/ampfuse/precision/_scaling.py",
+        """\
+        if accumulated := gradients_of(params):
+            torch._foreach_mul_(accumulated, self.scale)
+""",
+        "",
+        "tests/python/precision",
+    ),
+    Fault(
+        "An operator that makes infinities in float32, too, is blamed for those in 16 bits.",
+        "python/ampfuse/precision/_judge.py",
+        'if found["phase"] == FORWARD and key_of(found) not in expected:',
+        'if found["phase"] == FORWARD:',
+        "tests/python/precision",
+    ),
+    # --- diagnosis ---
+    Fault(
+        "The first step that is measured after a pause takes as long as the whole pause.",
+        "python/ampfuse/diagnosis/_clock.py",
+        """\
+        self._changes_at = self.steps + RUN
+        self._reader = NoteReader()
+""",
+        """\
+        self._changes_at = self.steps + RUN
+""",
+        "tests/python/diagnosis",
+    ),
+    Fault(
+        "The first start of a loader's workers counts as one that persistent workers would save.",
+        "python/ampfuse/diagnosis/_advice.py",
+        "seconds = sum(loader.starts[1:])",
+        "seconds = sum(loader.starts)",
+        "tests/python/diagnosis",
+    ),
+    # --- commands ---
+    Fault(
+        "Compared medians are within noise if only one is in the middle half of the other's steps.",
+        "python/ampfuse/command/compare.py",
+        "before[0] <= after[1] <= before[2] and after[0] <= before[1] <= after[2]",
+        "before[0] <= after[1] <= before[2] or after[0] <= before[1] <= after[2]",
+        "tests/python/command",
+    ),
+    Fault(
+        "A script that is run by a symbolic link cannot import the modules beside its file.",
+        "python/ampfuse/command/program.py",
+        "sys.path[0] = os.path.dirname(os.path.realpath(file))",
+        "sys.path[0] = os.path.dirname(file)",
+        "tests/python/command",
+    ),
+    Fault(
+        "A program that sets RANK for its own use gets no report.",
+        "python/ampfuse/__main__.py",
+        "if is_forked or not self._is_first_rank:",
+        'if is_forked or os.environ.get("RANK", "0") != "0":',
+        "tests/python/command",
+    ),
+    # --- the build ---
+    Fault(
+        "The build takes CMake 3.5 for newer than 3.27.",
+        "setup.py",
+        "(int(match[1]), int(match[2])) >= (3, 27)",
+        "float(match[0]) >= 3.27",
+        "tests/python/install/test_packaging.py",
+    ),
+    Fault(
+        "find_package(ampfuse) accepts a torch of another minor release than it was built for.",
+        "csrc/cmake/ampfuseConfig.cmake.in",
+        r"""string(REGEX MATCH "^[0-9]+\\.[0-9]+" _ampfuse_built "${AMPFUSE_BUILT_FOR_TORCH}")
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" _ampfuse_found "${AMPFUSE_TORCH_VERSION}")
+""",
+        r"""string(REGEX MATCH "^[0-9]+" _ampfuse_built "${AMPFUSE_BUILT_FOR_TORCH}")
+string(REGEX MATCH "^[0-9]+" _ampfuse_found "${AMPFUSE_TORCH_VERSION}")
+""",
+        "tests/python/install/test_packaging.py",
+    ),
+    # --- benchmarks ---
+    Fault(
+        "What a provider holds between two runs does not count as its memory.",
+        "benchmarks/harness/measure.py",
+        "provider.held() + extra_peak(device, provider.run)",
+        "extra_peak(device, provider.run)",
+        "tests/python/bench",
+    ),
+]

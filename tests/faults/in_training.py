@@ -1,0 +1,219 @@
+"""Faults in the core of the Python package: losses, optimizers, scaler, clipping, graphs, ranks."""
+
+from fault import Fault
+
+FAULTS = [
+    # --- the scaler -----------------------------------------------------------------------------
+    Fault(
+        "A scaler that refuses a state dict for its process group has taken over its options.",
+        "python/ampfuse/amp/grad_scaler.py",
+        """\
+            state.policy.check_process_group(self.process_group)
+            self._policy, torchs = state.policy, state.torchs
+""",
+        """\
+            self._policy, torchs = state.policy, state.torchs
+            state.policy.check_process_group(self.process_group)
+""",
+        "tests/python/amp",
+    ),
+    Fault(
+        "After a ScaleCollapseError training cannot go on: the optimizers still count as stepped.",
+        "python/ampfuse/amp/grad_scaler.py",
+        """\
+        self._per_optimizer_states.clear()
+        self._inspections.clear()
+        self._history.raise_if_collapsed(self.max_consecutive_skips)
+""",
+        """\
+        self._history.raise_if_collapsed(self.max_consecutive_skips)
+        self._per_optimizer_states.clear()
+        self._inspections.clear()
+""",
+        "tests/python/amp",
+    ),
+    Fault(
+        "Saving a scaler counts as reading the scale, which silences warnings about mistakes.",
+        "python/ampfuse/amp/grad_scaler.py",
+        """\
+            own |= zip(NORMS, self._history.norms(), strict=True)
+            return {**super().state_dict(), **self._policy.options, **own}
+""",
+        """\
+            own |= zip(NORMS, self._history.norms(), strict=True)
+        return {**super().state_dict(), **self._policy.options, **own}
+""",
+        "tests/python/amp",
+    ),
+    Fault(
+        "A scaler's state dict has overflows in a row and number of updates under swapped names.",
+        "python/ampfuse/amp/_saved.py",
+        """("_hysteresis_tracker", "_consecutive_skips", "_updates")""",
+        """("_hysteresis_tracker", "_updates", "_consecutive_skips")""",
+        "tests/python/amp tests/python/optim",
+    ),
+    Fault(
+        "A state dict of torch's scaler resets the statistics of norms, which it does not have.",
+        "python/ampfuse/amp/_saved.py",
+        """pairs = zip(NORMS, norms, strict=True)""",
+        """pairs = zip(NORMS, NO_NORMS, strict=True)""",
+        "tests/python/amp",
+    ),
+    Fault(
+        "overflow_report searches the last 15 steps, not 16.",
+        "python/ampfuse/amp/_history.py",
+        """deque(maxlen=REPORTED_STEPS)""",
+        """deque(maxlen=REPORTED_STEPS - 1)""",
+        "tests/python/amp",
+    ),
+    Fault(
+        "A scaler ignores its process group if the optimizer has sharded DTensors.",
+        "python/ampfuse/amp/_gradients.py",
+        """for group in [*groups, *([] if process_group is None else [process_group])]:""",
+        """for group in groups or [process_group]:""",
+        "tests/python/distributed tests/python/amp",
+    ),
+    Fault(
+        "A step clips by the scaler's norms though its closure has computed new gradients.",
+        "python/ampfuse/amp/_tensor_step.py",
+        """steps_alone = _traced.steps_alone(optimizer) and not args""",
+        """steps_alone = _traced.steps_alone(optimizer)""",
+        "tests/python/amp tests/python/optim",
+    ),
+    # --- optimizers -----------------------------------------------------------------------------
+    Fault(
+        "A change of a group's master_weights or state_dtype between steps has no effect.",
+        "python/ampfuse/optim/_columns.py",
+        """\
+        if kinds != self._kinds or state_options(group, self._own_options) != self._state_options:
+""",
+        """\
+        if kinds != self._kinds:
+""",
+        "tests/python/optim",
+    ),
+    Fault(
+        "sync_masters_from_model renews only the masters of the first group.",
+        "python/ampfuse/optim/adam.py",
+        """\
+        for group in self.param_groups:
+            for param in group["params"]:
+                if "master_param" in self.state.get(param, {}):
+                    renew_master(self.state[param], param)
+""",
+        """\
+        for param in self.param_groups[0]["params"]:
+            if "master_param" in self.state.get(param, {}):
+                renew_master(self.state[param], param)
+""",
+        "tests/python/optim",
+    ),
+    Fault(
+        "An optimizer shares its step counters with the state dict that it has loaded.",
+        "python/ampfuse/optim/_loading.py",
+        """entries[name] = step.reshape(()).clone()""",
+        """entries[name] = step.reshape(())""",
+        "tests/python/optim",
+    ),
+    Fault(
+        "Under torch.compile the state of all groups is created with the first group's options.",
+        "python/ampfuse/optim/_traced.py",
+        """of_state = state_options(group, optimizer._own_options)""",
+        """of_state = state_options(self.param_groups[0], optimizer._own_options)""",
+        "tests/python/optim tests/python/amp",
+    ),
+    Fault(
+        "A group's option write_back_grads is ignored; the constructor's holds for all groups.",
+        "python/ampfuse/optim/adam.py",
+        """_options.option(group, "write_back_grads", self._own_options)""",
+        """self._own_options["write_back_grads"]""",
+        "tests/python/optim",
+    ),
+    Fault(
+        "A ZeroRedundancyOptimizer accepts a limit over all groups, and clips by a part's norm.",
+        "python/ampfuse/optim/adam.py",
+        """refuse_limits([*limits, self.max_grad_norm])""",
+        """refuse_limits(limits)""",
+        "tests/python/optim tests/python/distributed",
+    ),
+    Fault(
+        "Masters of DTensors that the ranks share unevenly are saved with a wrong global shape.",
+        "python/ampfuse/_dtensors.py",
+        """\
+        tensor.placements,  # type: ignore[attr-defined]
+        shape=tensor.shape,
+        stride=tensor.stride(),
+""",
+        """\
+        tensor.placements,  # type: ignore[attr-defined]
+""",
+        "tests/python/optim tests/python/distributed",
+    ),
+    # --- losses, clipping and gradients ---------------------------------------------------------
+    Fault(
+        "LinearCrossEntropyLoss ignores its option chunk_classes.",
+        "python/ampfuse/losses/linear_cross_entropy.py",
+        """\
+            chunk_rows=self.chunk_rows,
+            chunk_classes=self.chunk_classes,
+""",
+        """\
+            chunk_rows=self.chunk_rows,
+""",
+        "tests/python/losses",
+    ),
+    Fault(
+        "A denominator that is a number is rounded to float32, for float64 losses too.",
+        "python/ampfuse/losses/_options.py",
+        """_number("denominator", denominator, torch.float64, input)""",
+        """_number("denominator", denominator, torch.float32, input)""",
+        "tests/python/losses",
+    ),
+    Fault(
+        "accumulate does not count uint8 targets of class 156, which is -100 in uint8.",
+        "python/ampfuse/_accumulate.py",
+        """(target.long() != IGNORED).sum()""",
+        """(target != IGNORED).sum()""",
+        "tests/python/losses",
+    ),
+    Fault(
+        "Norms from backward count as valid after clip_grad_norm_ has clipped DTensors.",
+        "python/ampfuse/clip_grad.py",
+        """\
+            if is_dtensor(total_norm):  # torch does not count this as a write
+                torch.autograd.graph.increment_version(grads)
+            return
+""",
+        """\
+            return
+""",
+        "tests/python/distributed tests/python/optim",
+    ),
+    Fault(
+        "After a backward pass that raised, the next one counts the same gradients twice.",
+        "python/ampfuse/distributed/_collector.py",
+        """self._pending, self._bytes = {}, 0""",
+        """self._bytes = 0""",
+        "tests/python/distributed",
+    ),
+    # --- graphed steps and integrations ---------------------------------------------------------
+    Fault(
+        "GraphedStep reads a tensor that was assigned to lr once, not at each step.",
+        "python/ampfuse/graphed_step/__init__.py",
+        """\
+                if not isinstance(group["lr"], Tensor):
+                    group["lr"] = own
+""",
+        """\
+                group["lr"] = own
+""",
+        "tests/python/amp",
+    ),
+    Fault(
+        "ScaleMetrics counts all skipped steps again if no update came since the last read.",
+        "python/ampfuse/integrations/_scale_metrics.py",
+        """records[len(records) - new :]""",
+        """records[-new:]""",
+        "tests/frameworks",
+    ),
+]

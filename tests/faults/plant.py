@@ -1,0 +1,207 @@
+"""Plants known faults in a copy of the sources, one at a time, and reports which tests notice each.
+
+    python tests/faults/plant.py                     # all faults, with the tests of this checkout
+    python tests/faults/plant.py --only remainder    # those with this word in sentence or file
+    python tests/faults/plant.py --tests main~5      # with the tests of another revision
+
+The copy and its build are in build/faults and stay there, so that only what a fault changes is
+compiled. It has no CUDA kernels: tests/cuda_host compiles these for the CPU. First all tests that
+any fault names run without a fault; what fails then is not counted. Run it with the interpreter of
+.venv, which has pytest, CMake and Ninja.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from fault import Fault
+from in_operators import FAULTS as IN_OPERATORS
+from in_the_rest import FAULTS as IN_THE_REST
+from in_training import FAULTS as IN_TRAINING
+
+FAULTS = (*IN_OPERATORS, *IN_TRAINING, *IN_THE_REST)
+ROOT = Path(__file__).parents[2]
+COPY = ROOT / "build" / "faults" / "sources"
+BUILD = COPY / "build"
+LONGEST = 1200  # seconds until tests are taken to hang
+ENOUGH = 3  # failures after which pytest stops
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "PYTHONPATH": str(COPY / "python"),
+    "AMPFUSE_BUILD": "build",
+    "OMP_WAIT_POLICY": "passive",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "CCACHE_DIR": str(ROOT / "build" / "ccache"),
+    "CCACHE_BASEDIR": str(COPY),
+    "CCACHE_NOHASHDIR": "1",
+    "CCACHE_SLOPPINESS": "pch_defines,time_macros,include_file_mtime,include_file_ctime",
+}
+LIBRARY = ("ampfuse", "_C", "ampfuse_cpp", "ampfuse_cpp_checkpoint")
+
+
+def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in command]
+    options = {"cwd": COPY, "env": ENVIRONMENT, "text": True} | options
+    return subprocess.run(words, capture_output=True, check=False, **options)
+
+
+def must(*command: object) -> str:
+    done = run(*command)
+    if done.returncode != 0:
+        sys.exit(f"{command} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def listed(folder: Path) -> set[str]:
+    how = ("git", "ls-files", "--cached", "--others", "--exclude-standard")
+    return set(run(*how, cwd=folder).stdout.split())
+
+
+def copy_sources(tests: str | None) -> None:
+    """Copy what differs, so that files that stay the same are not compiled again."""
+    COPY.mkdir(parents=True, exist_ok=True)
+    must("git", "init", "--quiet")  # some tests ask git for the list of sources
+    names = {name for name in listed(ROOT) if (ROOT / name).is_file()}
+    contents = {name: (ROOT / name).read_bytes() for name in names}
+    if tests is not None:
+        contents = {name: text for name, text in contents.items() if name[:6] != "tests/"}
+        of_revision = run("git", "ls-tree", "-r", "--name-only", tests, "tests/", cwd=ROOT)
+        for name in of_revision.stdout.split():
+            show = subprocess.run(["git", "show", f"{tests}:{name}"], cwd=ROOT, capture_output=True)
+            contents[name] = show.stdout
+    for name in listed(COPY) - contents.keys():
+        (COPY / name).unlink(missing_ok=True)
+    for name, content in contents.items():
+        target = COPY / name
+        if not target.is_file() or target.read_bytes() != content:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+            target.chmod((ROOT / name).stat().st_mode if (ROOT / name).exists() else 0o644)
+
+
+def configure() -> None:
+    options = {
+        "CMAKE_INSTALL_PREFIX": COPY / "python" / "ampfuse",
+        "CMAKE_PREFIX_PATH": ROOT / ".venv" / "cpp-headers" / "usr",
+        "AMPFUSE_TORCH_ROOT": Path(torch.__file__).parent,
+        "AMPFUSE_WITH_CUDA": "OFF",
+        "AMPFUSE_UNITY": "OFF",
+        "AMPFUSE_BUILD_PYTHON": "ON",
+        "AMPFUSE_BUILD_TESTS": "ON",
+        "AMPFUSE_BUILD_CUDA_HOST": "ON",
+        "CMAKE_COMPILE_WARNING_AS_ERROR": "OFF",
+        "Python_EXECUTABLE": sys.executable,
+    }
+    given = [f"-D{name}={value}" for name, value in options.items()]
+    must("cmake", "-S", COPY, "-B", BUILD, "-G", "Ninja", *given)
+    (COPY / ".venv").unlink(missing_ok=True)
+    (COPY / ".venv").symlink_to(ROOT / ".venv")
+
+
+def build(wanted: str) -> str | None:
+    """Compile the library and the C++ tests in `wanted`; return the error, if there is one."""
+    stems = [word for word in wanted.split() if not word.startswith("tests/")]
+    targets = [
+        f"{stem}_{kind}" for stem in stems if stem != "test_cpp" for kind in ("asan", "tsan")
+    ]
+    if "tests/" in wanted:
+        targets += LIBRARY
+    if "test_cpp" in stems:
+        targets += ["test_cpp"]
+    done = run("cmake", "--build", BUILD, "--target", *targets)
+    if done.returncode != 0:
+        return done.stdout[-3000:]
+    if "tests/" in wanted:
+        must("cmake", "--install", BUILD)
+    return None
+
+
+def failures(wanted: str, most: int) -> set[str]:
+    """Run tests, and return the names of those that fail."""
+    words = wanted.split()
+    stems = [word for word in words if not word.startswith("tests/")]
+    folders = [word for word in words if word.startswith("tests/")]
+    failed: set[str] = set()
+    if stems:
+        names = "|".join(f"^{stem}(_asan|_tsan)?$" for stem in stems)
+        done = run("ctest", "--test-dir", BUILD, "-R", names, "--no-tests=error", "-j", "2")
+        failed |= {f"ctest: {name}" for name in re.findall(r"- (test_\w+) \(", done.stdout)}
+        if done.returncode != 0 and not failed:
+            failed.add(f"ctest: {done.stdout[-300:]}")
+    if folders and len(failed) < most:
+        command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile")
+        try:
+            done = run(
+                sys.executable,
+                *command,
+                f"--maxfail={most}",
+                "--no-header",
+                "-rfE",
+                *folders,
+                timeout=LONGEST,
+            )
+        except subprocess.TimeoutExpired:
+            return failed | {f"no end within {LONGEST} s"}
+        failed |= set(re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE))
+        if done.returncode not in (0, 1, 2):
+            failed.add(f"pytest ended with status {done.returncode}")
+    return failed
+
+
+def noticed_by(fault: Fault, known: set[str]) -> set[str]:
+    file = COPY / fault.file
+    text = file.read_text()
+    assert text.count(fault.old) == 1, f"{fault.file} does not have the text of: {fault.breaks}"
+    file.write_text(text.replace(fault.old, fault.new))
+    is_compiled = fault.file.startswith("csrc/") or "CMake" in fault.file
+    try:
+        error = build(fault.tests) if is_compiled else None
+        return {f"does not compile: {error}"} if error else failures(fault.tests, ENOUGH) - known
+    finally:
+        file.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="faults with this word in sentence or file")
+    parser.add_argument("--tests", help="the revision whose tests run; default: this checkout's")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "faults" / "noticed.txt")
+    arguments = parser.parse_args()
+    faults = [
+        fault
+        for fault in FAULTS
+        if arguments.only.lower() in f"{fault.breaks} {fault.file}".lower()
+    ]
+    copy_sources(arguments.tests)
+    configure()
+    wanted = " ".join(sorted({word for fault in faults for word in fault.tests.split()}))
+    if error := build(wanted):
+        sys.exit(error)
+    known = failures(wanted, 1000)
+    lines = [f"without a fault {len(known)} fail: {', '.join(sorted(known))}"]
+    print(lines[0], flush=True)
+    unnoticed = 0
+    for fault in faults:
+        start = time.monotonic()
+        names = noticed_by(fault, known)
+        unnoticed += not names
+        seconds = time.monotonic() - start
+        verdict = "noticed" if names else "UNNOTICED"
+        lines.append(f"{verdict} ({seconds:.0f} s): {fault.breaks} [{', '.join(sorted(names))}]")
+        print(lines[-1], flush=True)
+        arguments.out.write_text("\n".join(lines) + "\n")
+    print(f"{len(faults) - unnoticed} of {len(faults)} faults were noticed")
+    shutil.copy(arguments.out, arguments.out.with_suffix(".last.txt"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""The summary and the reports that `python -m ampfuse program` makes when the program ends."""
+
+import json
+
+import pytest
+import torch
+from ampfuse.command import show
+from programs import ENVIRONMENT, Programs
+
+STEP = """
+import torch
+
+def step(scaler, factor=1.0):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    scaler.scale(factor * parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+TRAIN = """
+import torch
+from torch.optim import AdamW
+
+torch.manual_seed(0)
+model = torch.nn.Linear(5, 3)
+optimizer = AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cpu", growth_interval=4)
+for step in range(20):
+    with torch.autocast("cpu", torch.float16):
+        loss = torch.nn.functional.cross_entropy(model(torch.randn(8, 5)), torch.zeros(8).long())
+    if step == 7:
+        loss = loss * float("inf")
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+print(type(optimizer).__module__, type(scaler).__module__)
+"""
+
+
+def test_summary_reports_the_parts_used_and_the_history_of_the_scale(programs, tmp_path):
+    programs.write("train.py", TRAIN)
+    done, told = programs.reported("--plot", "scale.png", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ampfuse.patching._optimizers ampfuse.amp.grad_scaler\n"
+    assert told["program"] == "train.py"
+    assert told["torch"] == torch.__version__
+    assert told["ended"] == "normally"
+    assert {name: part["used"] for name, part in told["parts"].items()} == {
+        "scaler": 1,
+        "optimizers": 20,
+        "cross_entropy": 20,
+        "clip_grad_norm": 20,
+    }
+    (scaler,) = told["scalers"]
+    assert scaler["updates"] == 20
+    assert scaler["taken"] + scaler["skipped"] == 20
+    assert scaler["skipped"] >= 1
+    assert scaler["history"][0][0] == 2.0**16
+    skipped = [record for record in scaler["history"] if record[1]]
+    assert len(skipped) == scaler["skipped"]
+    assert [norm for _, _, norm in skipped] == [None] * len(skipped)  # JSON has no infinity
+    text = (tmp_path / "told.json").read_text()
+    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert told["peak_memory"]["host"] > 2**20
+    assert told["hints"] == []
+    taken = f"{scaler['taken']} taken"
+    for fact in ("train.py", "normally", "used 20 times", taken, "▁", "MiB"):
+        assert fact in done.stderr
+    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_parts_are_chosen_with_only_and_without(programs):
+    programs.write("train.py", TRAIN)
+    only = ("--only", "scaler,clip_grad_norm", "--only", "cross_entropy")
+    done, told = programs.reported("--quiet", *only, "train.py")
+    assert done.stdout == "torch.optim.adamw ampfuse.amp.grad_scaler\n"
+    assert done.stderr == ""
+    assert set(told["parts"]) == {"scaler", "clip_grad_norm", "cross_entropy"}
+    without = programs.ours("--without=scaler", "-", input=TRAIN)
+    assert without.stdout == "ampfuse.patching._optimizers torch.amp.grad_scaler\n"
+    assert "cross_entropy" in without.stderr
+    assert "steps" not in without.stderr
+    none = programs.ours("--only=scaler", "--without=scaler", "train.py")
+    assert none.stdout == "torch.optim.adamw torch.amp.grad_scaler\n"
+
+
+def test_optimizer_left_to_torch_is_reported_with_the_reason(programs):
+    programs.write(
+        "left.py",
+        "import torch\nfrom torch.optim import Adam as TorchAdam\n"
+        "p = torch.nn.Parameter(torch.ones(1))\n"
+        "print(type(torch.optim.Adam([p], differentiable=True)).__module__)\n"
+        "TABLE = {'adam': torch.optim.Adam}",
+    )
+    done = programs.ours("left.py")
+    assert done.stdout == "torch.optim.adam\n"
+    assert "left to torch once: differentiable=True" in done.stderr
+
+
+def test_program_that_fails_is_reported_after_its_traceback(programs):
+    programs.write("fail.py", "raise OSError('no disk')")
+    done, told = programs.reported("fail.py")
+    assert done.returncode == 1
+    assert told["ended"] == "by OSError"
+    *_, error, line = done.stderr.splitlines()
+    assert error == "OSError: no disk"
+    assert line.startswith("python -m ampfuse: fail.py ended by OSError, after ")
+    assert line.endswith(" s and 0 steps")
+
+
+@pytest.mark.parametrize(("rank", "others"), [("0", "3"), ("3", "0")])
+def test_report_is_printed_on_rank_0_only_whatever_rank_the_program_sets(programs, rank, others):
+    programs.write("rank.py", f"import os\nos.environ['RANK'] = '{others}'\nprint('here')")
+    done = programs.ours("rank.py", env=ENVIRONMENT | {"RANK": rank})
+    assert done.stdout == "here\n"
+    assert ("peak memory" in done.stderr) == bool(done.stderr) == (rank == "0")
+
+
+def test_forked_child_prints_no_report(programs):
+    programs.write("fork.py", "import os\nif os.fork() == 0:\n    pass\nelse:\n    os.wait()")
+    assert programs.ours("fork.py").stderr.count("peak memory") == 1
+
+
+def test_summary_that_cannot_be_written_changes_no_exit_code(programs):
+    programs.write("ends.py", "import os, sys; os.mkdir('told.json'); sys.exit(3)")
+    done = programs.ours("--json", "told.json", "ends.py")
+    assert done.returncode == 3
+    assert "python -m ampfuse: " in done.stderr
+    assert "told.json" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_report_that_fails_changes_no_exit_code(programs):
+    programs.write(
+        "breaks.py",
+        f"{STEP}\nscaler = torch.amp.GradScaler('cpu')\nstep(scaler)\n"
+        "scaler._history = None\nraise SystemExit(7)",
+    )
+    done = programs.ours("breaks.py")
+    assert done.returncode == 7
+    assert "Traceback" not in done.stderr
+    assert "The record of a scaler cannot be read" in done.stderr
+
+
+def test_report_waits_for_the_threads_of_the_program(programs):
+    programs.write(
+        "threads.py",
+        f"import threading, time\n{STEP}\n"
+        "def work():\n    time.sleep(0.5)\n    step(torch.amp.GradScaler('cpu'))\n"
+        "threading.Thread(target=work).start()",
+    )
+    _, told = programs.reported("threads.py")
+    assert told["parts"]["optimizers"]["used"] == 1
+
+
+def test_plot_is_drawn_after_the_program_and_where_it_started(programs, tmp_path):
+    """The program may configure matplotlib before it is imported, and change the folder."""
+    programs.write("elsewhere/empty.py", "")
+    programs.write(
+        "draws.py",
+        "import os, sys\nprint('matplotlib' in sys.modules)\nos.environ['MPLBACKEND'] = 'svg'\n"
+        "import matplotlib\nprint(matplotlib.get_backend())\nos.chdir('elsewhere')",
+    )
+    done, _ = programs.reported("--plot", "scale.png", "draws.py", fresh=True)
+    assert done.stdout == "False\nsvg\n"
+    assert (tmp_path / "scale.png").exists()
+    assert "there was no scaler that was updated" in done.stderr
+
+
+MANY = f"""
+import weakref
+{STEP}
+alive = []
+for _ in range(40):
+    scaler = torch.amp.GradScaler("cpu")
+    step(scaler)
+    alive.append(weakref.ref(scaler))
+del scaler
+print(sum(scaler() is not None for scaler in alive))
+"""
+
+
+def test_last_16_scalers_are_reported_and_none_is_kept_alive(programs):
+    programs.write("many.py", MANY)
+    done, told = programs.reported("many.py")
+    assert done.stdout == "0\n"
+    assert "24 earlier ones are not shown" in done.stderr
+    assert [scaler["taken"] for scaler in told["scalers"]] == [1] * 16
+    assert told["earlier_scalers"] == 24
+
+
+SKIPS = f"""
+{STEP}
+inf = float("inf")
+for steps_before_loading, steps_after in ((0, 1), (1, 2)):
+    loaded = torch.amp.GradScaler("cpu")
+    for _ in range(steps_before_loading):
+        step(loaded)
+    loaded.load_state_dict({{**loaded.state_dict(), "updates": 1000}})
+    for _ in range(steps_after):
+        step(loaded)
+step(torch.amp.GradScaler("cpu", 0.5))  # starts small
+skips_once = torch.amp.GradScaler("cpu", 1.0)
+for factor in [inf] + 20 * [1.0]:
+    step(skips_once, factor)
+constant = torch.amp.GradScaler("cpu", 64.0)
+constant.set_backoff_factor(1.0)
+for _ in range(10):
+    step(constant, inf)
+bad_batches = torch.amp.GradScaler("cpu", growth_interval=3)
+for i in range(60):
+    step(bad_batches, inf if i % 5 == 4 else 1.0)
+too_high = torch.amp.GradScaler("cpu", 2.0**125, growth_interval=1)
+for _ in range(60):
+    step(too_high, 2.0**40)
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+"""
+
+
+@pytest.fixture(scope="module")
+def skips(tmp_path_factory):
+    programs = Programs(tmp_path_factory.mktemp("skips")).write("skips.py", SKIPS)
+    done, told = programs.reported("skips.py")
+    assert done.returncode == 0, done.stderr
+    assert all(hint in done.stderr for hint in told["hints"])
+    return told
+
+
+def test_hints_about_skipped_steps_state_only_what_has_happened(skips):
+    compiled, constant, bad_batches, too_high = skips["hints"]
+    assert compiled.startswith("Calls inside torch.compile are not counted")
+    assert constant.startswith("The last 10 steps were skipped, and the loss scale is now 64: ")
+    assert "gradients are not finite at any scale" in constant
+    many = "6 of the last 30 steps were skipped, at scales that were not too high"
+    assert bad_batches.startswith(many)
+    assert "most of them after the scale had grown" in too_high
+
+
+def test_report_counts_the_steps_of_a_scaler_since_it_was_loaded(skips):
+    counts = [(scaler["taken"], scaler["updates"]) for scaler in skips["scalers"][:2]]
+    assert counts == [(1, 1), (2, 2)]
+
+
+def test_program_may_overwrite_attributes_of_its_scaler(programs):
+    programs.write(
+        "notes.py",
+        f"{STEP}\nscaler = torch.amp.GradScaler('cpu')\nscaler.history = []\n"
+        "step(scaler)\nscaler.get_scale = None\nexit(False)",
+    )
+    done, told = programs.reported("notes.py")
+    assert done.returncode == 0
+    assert told["ended"] == "by sys.exit(0)"
+    assert told["scalers"][0]["taken"] == 1
+    assert told["hints"] == []
+
+
+def part(used=0, waits_avoided=0, **left_to_torch):
+    return {"used": used, "waits_avoided": waits_avoided, "left_to_torch": left_to_torch}
+
+
+REPORT = {
+    "program": "train.py",
+    "ampfuse": "1.0",
+    "ended": "normally",
+    "seconds": 2.0,
+    "steps": None,
+    "step_count": 0,
+    "scalers": [],
+    "earlier_scalers": 0,
+    "peak_memory": {},
+    "hints": [],
+}
+
+
+def rows(**parts):
+    ended, *others = show.rows(REPORT | {"parts": parts})
+    assert ended == ("ended", "normally, after 2.0 s")
+    return others
+
+
+def test_rows_of_parts_state_how_often_they_were_used():
+    left = part(0, sparse=1)
+    parts = {"scaler": part(), "optimizers": part(10, 9), "clip_grad_norm": left}
+    assert rows(**parts, cross_entropy=part()) == [
+        ("optimizers", "used 10 times"),
+        ("", "the host did not wait in 9 steps, but would with torch's scaler"),
+        ("clip_grad_norm", "left to torch once: sparse"),
+        ("not used", "scaler, cross_entropy"),
+    ]
+    assert rows() == []
+    ((name, reason),) = rows(scaler=part(), optimizers=part())
+    assert name == "not used"
+    assert reason.startswith("scaler, optimizers: the program calls none of them, or only in")
+
+
+def test_updates_of_a_history_are_counted_from_1():
+    assert show.first_update({"updates": 5, "history": [0] * 5}) == 1
+    assert show.first_update({"updates": 5, "history": [0] * 2}) == 4
+
+
+def test_failure_is_one_line_and_the_hints(monkeypatch):
+    said = []
+    monkeypatch.setattr(show, "say", said.append)
+    show.failure(REPORT | {"ended": "by OSError", "step_count": 1200, "hints": ["look here"]})
+    assert said == ["train.py ended by OSError, after 2.0 s and 1,200 steps", "hint: look here"]
+
+
+def test_table_aligns_texts_below_the_title(capsys):
+    show.table([("torch", "2.11.0"), ("works on CPU", "norm"), ("", "clip")], "env")
+    lines = ("env", "  torch         2.11.0", "  works on CPU  norm", "                clip")
+    assert capsys.readouterr().out.splitlines() == [*lines]
+
+
+def test_scales_are_drawn_by_their_logarithm_and_a_scale_of_0_is_the_lowest():
+    assert show.sparkline([2.0**16, 2.0**8, 1.0]) == "█▅▁"
+    assert show.sparkline([2.0**16, 2.0**-149, 0.0]) == "█▁▁"
+    assert show.sparkline([4.0, 4.0]) == "▅▅"

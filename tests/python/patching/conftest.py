@@ -1,0 +1,13 @@
+import ampfuse
+import pytest
+from ampfuse.patching import PARTS
+
+
+@pytest.fixture
+def patched():
+    """Patch torch until the test ends or calls unpatch(), and count uses from zero."""
+    for part in PARTS.values():
+        part.usage.forget()
+    ampfuse.patch()
+    yield
+    ampfuse.unpatch()

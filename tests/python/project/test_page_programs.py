@@ -1,0 +1,87 @@
+"""The programs on the pages of the documentation run as they are printed, and so do notebooks.
+
+Programs that need a framework are tested in tests/frameworks, others in the file that the list
+names.
+"""
+
+import json
+
+import pytest
+import torch
+import warm
+from packaging_tools import END_OF_RANK, ROOT, run_python
+from pages import PAGES, code_block, code_blocks
+from torch import nn
+
+# Pages whose blocks are one program, in their order.
+IN_ORDER = [
+    *("start", "optimizers", "losses", "grad-scaler", "clipping"),
+    *("patching", "troubleshooting", "memory", "accumulation"),
+]
+APART = [
+    *("compile", "distributed"),  # below
+    *("lightning", "accelerate", "transformers"),
+    "cpp",  # test_cpp_programs.py
+    "checkpoints",  # test_checkpoint_page.py
+    "fp16",  # test_distributed_examples.py
+    "adding_an_operator",  # install/test_adding_an_operator.py
+    "zh/start",  # has the code of docs/start.md: test_documentation.py
+]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+
+
+def test_every_page_with_programs_has_a_test():
+    expected = [f"docs/{page}.md" for page in [*IN_ORDER, *APART]]
+    with_programs = [page for page in PAGES if code_blocks("python", page)]
+    assert sorted(with_programs) == sorted(expected), "name the page in a list of this file"
+
+
+def test_blocks_of_each_page_and_of_the_front_page_run_in_their_order(tmp_path):
+    # One process runs all pages, each with names of its own.
+    pages = [*[f"docs/{page}.md" for page in IN_ORDER], "README.md"]
+    programs = {page: "\n".join(code_blocks("python", page)) for page in pages}
+    lines = [f"exec(compile({code!r}, {page!r}, 'exec'), {{}})" for page, code in programs.items()]
+    (tmp_path / "pages.py").write_text("\n".join(lines))
+    printed = run_python("pages.py", cwd=tmp_path)
+    assert (tmp_path / "memory.png").is_file()
+    assert "ScaleRecord(scale=65536.0, skipped=False" in printed  # of the front page
+
+
+@pytest.mark.parametrize("removed", ["+", "-"], ids=["before", "after"])
+def test_loop_of_the_front_page_runs_before_and_after_the_change(removed):
+    difference = code_block("diff").splitlines()
+    lines = [line[1:] for line in difference if not line.startswith(removed)]
+    torch.manual_seed(0)
+    batch = torch.randn(8, 4), torch.randint(3, (8,))
+    names = {"torch": torch, "nn": nn, "model": nn.Linear(4, 3), "loader": [batch] * 20}
+    exec("\n".join(lines).replace("cuda", "cpu").replace("3e-4", "3e-2"), names)
+    assert names["loss"] < 0.9 * nn.functional.cross_entropy(nn.Linear(4, 3)(batch[0]), batch[1])
+
+
+@pytest.mark.slow
+def test_each_program_of_the_page_about_compiled_steps_runs(tmp_path):
+    for number, block in enumerate(code_blocks("python", "docs/compile.md")):
+        (tmp_path / f"example{number}.py").write_text(block)
+        run_python(f"example{number}.py", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_program_of_the_page_about_several_ranks_runs(tmp_path):
+    (tmp_path / "train.py").write_text(code_block("python", "docs/distributed.md") + END_OF_RANK)
+    start = (*warm.TORCHRUN, "--nproc-per-node", "2", "train.py")
+    printed = run_python(*start, cwd=tmp_path).splitlines()
+    lines = [line.split() for line in printed if line[:1].isdigit()]
+    assert [line[0] for line in lines] == ["0", "20", "40", "60", "80"]
+    assert float(lines[-1][1]) < 0.9 * float(lines[0][1])
+    assert any("no group is needed" in line for line in printed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_cells_of_a_notebook_run_in_their_order(tmp_path, path):
+    cells = json.loads(path.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    # The first notebook accounts for batches that are doubled until one takes a budget.
+    (tmp_path / "cells.py").write_text("\n".join(code).replace('"1GiB"', '"64MiB"'))
+    printed = run_python("cells.py", cwd=tmp_path, MPLBACKEND="Agg", OMP_NUM_THREADS="1")
+    assert len(printed.splitlines()) >= 2

@@ -1,0 +1,73 @@
+"""The tools of the tests: warm processes, the list of planted faults, and the report of times."""
+
+import subprocess
+import sys
+
+import pytest
+import test_times
+import warm
+from packaging_tools import ROOT
+from plant import FAULTS
+
+PROGRAMS = {
+    "argv": ["see.py", "--lr", "1", "-m"],
+    "module": ["-m", "pack", "x"],
+    "text": ["-c", "import sys; print(sys.argv, sys.path[0], __name__)", "a"],
+    "exit code": ["-c", "import sys; sys.exit(7)"],
+    "exit message": ["-c", "import sys; sys.exit('gone')"],
+    "exception": ["-c", "def f(x):\n    return 1 / x\n\nf(0)"],
+    "at exit": ["-c", "import atexit\natexit.register(print, 'bye')\nraise OSError('x')"],
+    "environment": ["-c", "import os; print(os.environ['ANSWER'], os.getcwd())"],
+    "hard end": ["-c", "import os; print('now', flush=True); os._exit(5)"],
+}
+
+
+@pytest.mark.parametrize("arguments", PROGRAMS.values(), ids=PROGRAMS)
+def test_warm_process_does_what_a_new_interpreter_does(tmp_path, monkeypatch, arguments):
+    see = "import os, sys\nprint(sys.argv, __file__, os.path.realpath(sys.path[0]), input())\n"
+    (tmp_path / "see.py").write_text(see)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__main__.py").write_text("import sys\nprint(__package__, sys.argv[1:])")
+    monkeypatch.setenv("ANSWER", "42")
+    options = {"cwd": tmp_path, "input": "line\n", "capture_output": True, "text": True}
+    command = [sys.executable, *arguments]
+
+    ended, expected = warm.run(command, **options), subprocess.run(command, **options)
+
+    for name in ("returncode", "stdout", "stderr"):
+        assert getattr(ended, name) == getattr(expected, name)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.breaks)
+def test_every_planted_fault_has_its_place_in_the_sources(fault):
+    assert (ROOT / fault.file).read_text().count(fault.old) == 1
+    for name in fault.tests.split():
+        assert (ROOT / name).exists() or not name.startswith("tests/")
+
+
+REPORT = """
+<testsuites><testsuite name="pytest" time="90.0">
+<testcase classname="tests.python.optim.test_optim" name="test_a[1]" time="61"/>
+<testcase classname="tests.python.optim.test_optim" name="test_a[2]" time="1"><skipped/></testcase>
+<testcase classname="tests.python.memory.test_memory" name="test_b" time="2.5">
+<properties><property name="processes" value="2"/></properties></testcase>
+</testsuite></testsuites>
+"""
+
+
+def test_slow_files_and_the_budget_are_read_from_the_reports(tmp_path, monkeypatch, capsys):
+    (tmp_path / "python.xml").write_text(REPORT)
+    flags = ["test_times.py", "--reports", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*flags, "--budget"])
+    test_times.main()
+    minutes, cases = test_times.budget()
+    expected = f"make test: 1.5 of {minutes:.0f} minutes, 2 of {cases} cases"
+    assert capsys.readouterr().out.strip() == expected
+
+    monkeypatch.setattr(sys, "argv", flags)
+    test_times.main()
+    assert "| starts processes | 1 | 2 |" in capsys.readouterr().out
+
+    monkeypatch.setattr(sys, "argv", [*flags, "--check"])
+    with pytest.raises(SystemExit, match=r"test_optim\.py \(61 s\)"):
+        test_times.main()
