@@ -1,11 +1,11 @@
 # Defines the target ampfuse::catch2 if Catch2 is found: major version 2 or 3, with a main().
 
 find_package(Catch2 QUIET HINTS ${PROJECT_SOURCE_DIR}/.venv/cpp-headers/usr)
-if(Catch2_FOUND AND Catch2_VERSION VERSION_GREATER_EQUAL 3)
+if(TARGET Catch2::Catch2WithMain)
   add_library(ampfuse_catch2 INTERFACE)
   target_link_libraries(ampfuse_catch2 INTERFACE Catch2::Catch2WithMain)
 elseif(Catch2_FOUND)
-  # Version 2 is header-only: its main() is compiled once for all tests, in tests/cpp/main.cpp.
+  # Version 2 may have headers only: its main() is compiled once, in tests/cpp/main.cpp.
   add_library(ampfuse_catch2 STATIC ${PROJECT_SOURCE_DIR}/tests/cpp/main.cpp)
   target_link_libraries(ampfuse_catch2 PUBLIC Catch2::Catch2)
 endif()

@@ -48,6 +48,12 @@ inline void train(torch::optim::Optimizer& optimizer, const Tensors& params, int
   }
 }
 
+/// Writes to a parameter, or a part of it, as other code than the optimizer does.
+inline void fill(torch::Tensor param, double value) {
+  const torch::NoGradGuard no_grad;
+  param.fill_(value);
+}
+
 /// Compares bits. torch::equal would take 0 and −0 for equal, and a NaN for unequal to itself.
 inline bool same_bits(const torch::Tensor& tensor, const torch::Tensor& other) {
   if (tensor.scalar_type() != other.scalar_type()) return false;
@@ -65,4 +71,19 @@ inline void check_same_bits(const Tensors& tensors, const Tensors& others) {
 inline ampfuse::AdamParamState& state_of(torch::optim::Optimizer& optimizer,
                                          const torch::Tensor& param) {
   return static_cast<ampfuse::AdamParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
+}
+
+inline ampfuse::AdamWOptions& options_of(torch::optim::Optimizer& optimizer, size_t group = 0) {
+  return static_cast<ampfuse::AdamWOptions&>(optimizer.param_groups()[group].options());
+}
+
+template <typename Options>
+torch::optim::OptimizerParamGroup group_of(const torch::Tensor& param, const Options& options) {
+  return {Tensors{param}, std::make_unique<Options>(options)};
+}
+
+inline Tensors gradients_of(const Tensors& params) {
+  Tensors gradients;
+  for (const auto& param : params) gradients.push_back(param.grad());
+  return gradients;
 }

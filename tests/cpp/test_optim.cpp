@@ -1,4 +1,4 @@
-// ampfuse::Adam and AdamW step like torch's, and 16-bit parameters step like float ones.
+// ampfuse::Adam and AdamW step like torch's, with the options of each group.
 
 #include <ampfuse/ampfuse.h>
 
@@ -65,63 +65,6 @@ TEST_CASE("maximize steps as with the negated gradient") {
   check_same_bits(ours, mirrored);
 }
 
-TEST_CASE("AdamW trains a tiny bfloat16 model") {
-  for (const auto device : devices()) {
-    torch::manual_seed(3);
-    torch::nn::Linear model(4, 1);
-    model->to(device, torch::kBFloat16);
-    const auto input = torch::randn({32, 4}).to(device, torch::kBFloat16);
-    const auto target = input.sum(1, /*keepdim=*/true);
-    const auto loss = [&] { return (model->forward(input) - target).square().mean(); };
-    const float before = loss().item<float>();
-    ampfuse::AdamW optimizer(model->parameters(),
-                             ampfuse::AdamWOptions(1e-1).weight_decay(0.01).max_grad_norm(1.0));
-    for (int step = 0; step < 50; ++step) {
-      const auto returned = optimizer.step([&] {
-        optimizer.zero_grad();
-        const auto of_step = loss();
-        of_step.backward();
-        return of_step;
-      });
-      REQUIRE(returned.defined());
-    }
-
-    CHECK(loss().item<float>() < before / 10);
-  }
-}
-
-TEST_CASE("a 16-bit model with masters equals the float model, rounded") {
-  using ampfuse::MasterWeights;
-  const auto [dtype, master_weights] =
-      GENERATE(std::tuple(torch::kHalf, MasterWeights::kAuto),
-               std::tuple(torch::kBFloat16, MasterWeights::kAuto),
-               std::tuple(torch::kBFloat16, MasterWeights::kRemainder));
-  for (const auto device : devices()) {
-    const auto narrow = parameters(device, dtype);
-    const auto wide = copies(narrow, torch::kFloat);
-    const auto options = ampfuse::AdamWOptions(1e-3).betas({0.8, 0.99});
-    ampfuse::AdamW optimizer(narrow, ampfuse::AdamWOptions(options).master_weights(master_weights));
-    ampfuse::AdamW reference(wide, options);
-    train(optimizer, narrow, 1, 20);
-    train(reference, wide, 1, 20);
-
-    check_same_bits(optimizer.master_params(), wide);
-    if (master_weights == MasterWeights::kAuto) check_same_bits(narrow, copies(wide, dtype));
-    CHECK(state_of(optimizer, narrow[0]).exp_avg().scalar_type() == torch::kFloat);
-  }
-}
-
-TEST_CASE("small updates of bfloat16 parameters are lost without masters") {
-  const Tensors params = {torch::ones({8}, torch::dtype(torch::kBFloat16).requires_grad(true))};
-  ampfuse::Adam optimizer(params,
-                          ampfuse::AdamOptions(1e-4).master_weights(ampfuse::MasterWeights::kOff));
-  train(optimizer, params, 1, 20);
-
-  CHECK(torch::equal(params[0], torch::ones_like(params[0])));
-  CHECK_FALSE(state_of(optimizer, params[0]).master_param().defined());
-  CHECK(optimizer.master_params()[0].is_same(params[0]));
-}
-
 TEST_CASE("state_dtype sets the dtype of moments, but moments of doubles stay double") {
   const Tensors params = {torch::ones({8}).requires_grad_(),
                           torch::ones({8}, torch::kDouble).requires_grad_()};
@@ -176,18 +119,16 @@ TEST_CASE("parameters without a gradient are not changed and get no state") {
 TEST_CASE("each group steps by its own options and its own kind of weight decay") {
   const auto params = parameters(torch::kCPU);
   const auto alone = copies(params);
-  std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(Tensors{params[0]});
-  groups.emplace_back(Tensors{params[1]}, std::make_unique<ampfuse::AdamWOptions>(
-                                              ampfuse::AdamWOptions(1e-2).weight_decay(0)));
-  groups.emplace_back(Tensors{params[2]}, std::make_unique<ampfuse::AdamOptions>(
-                                              ampfuse::AdamOptions(1e-1).weight_decay(0.5)));
-  ampfuse::AdamW optimizer(groups, ampfuse::AdamWOptions(1e-3));
+  const auto no_decay = ampfuse::AdamWOptions(1e-2).weight_decay(0);
+  const auto l2 = ampfuse::AdamOptions(1e-1).weight_decay(0.5);
+  ampfuse::AdamW optimizer(
+      {Tensors{params[0]}, group_of(params[1], no_decay), group_of(params[2], l2)},
+      ampfuse::AdamWOptions(1e-3));
   train(optimizer, {params[0], params[1], params[2]}, 1, 2);
 
   ampfuse::AdamW first({alone[0]}, ampfuse::AdamWOptions(1e-3));
-  ampfuse::AdamW second({alone[1]}, ampfuse::AdamWOptions(1e-2).weight_decay(0));
-  ampfuse::Adam third({alone[2]}, ampfuse::AdamOptions(1e-1).weight_decay(0.5));
+  ampfuse::AdamW second({alone[1]}, no_decay);
+  ampfuse::Adam third({alone[2]}, l2);
   for (int step = 1; step <= 2; ++step) {
     feed(alone, step);
     first.step();
@@ -197,17 +138,18 @@ TEST_CASE("each group steps by its own options and its own kind of weight decay"
   check_same_bits(params, alone);
 }
 
-TEST_CASE("an added group keeps its own options") {
+TEST_CASE("an added group keeps its own options, and only the optimizer has max_grad_norm") {
   const auto params = parameters(torch::kCPU);
-  ampfuse::AdamW optimizer({params[0]}, ampfuse::AdamWOptions(1e-3));
-  optimizer.add_param_group(
-      {{params[2]}, std::make_unique<ampfuse::AdamOptions>(ampfuse::AdamOptions(1e-1).eps(1e-6))});
+  ampfuse::AdamW optimizer({params[0]}, ampfuse::AdamWOptions(1e-3).max_grad_norm(0.5));
+  optimizer.add_param_group(group_of(params[2], ampfuse::AdamOptions(1e-1).eps(1e-6)));
 
-  const auto* options =
-      dynamic_cast<const ampfuse::AdamOptions*>(&optimizer.param_groups()[1].options());
-  REQUIRE(options != nullptr);
-  CHECK(options->lr() == 1e-1);
-  CHECK(options->eps() == 1e-6);
+  const auto& added =
+      dynamic_cast<const ampfuse::AdamOptions&>(optimizer.param_groups()[1].options());
+  CHECK(added.lr() == 1e-1);
+  CHECK(added.eps() == 1e-6);
+  CHECK(optimizer.max_grad_norm == 0.5);
+  CHECK_FALSE(options_of(optimizer).max_grad_norm().has_value());
+  CHECK_FALSE(added.max_grad_norm().has_value());
 }
 
 TEST_CASE("learning rate and weight decay may become negative, as in torch") {
@@ -216,7 +158,7 @@ TEST_CASE("learning rate and weight decay may become negative, as in torch") {
   ampfuse::AdamW optimizer(params, ampfuse::AdamWOptions(1e-2));
   torch::optim::AdamW reference(others, torch::optim::AdamWOptions(1e-2));
   const auto change = [](auto& options) { options.lr(-1e-2).weight_decay(-0.5); };
-  change(static_cast<ampfuse::AdamWOptions&>(optimizer.param_groups()[0].options()));
+  change(options_of(optimizer));
   change(static_cast<torch::optim::AdamWOptions&>(reference.param_groups()[0].options()));
   train(optimizer, params, 1, 5);
   train(reference, others, 1, 5);

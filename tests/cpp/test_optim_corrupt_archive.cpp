@@ -2,8 +2,9 @@
 
 #include <ampfuse/optim.h>
 
-#include <map>
+#include <functional>
 #include <random>
+#include <set>
 #include <sstream>
 
 #include "optim_models.h"
@@ -12,62 +13,24 @@ namespace {
 
 using ampfuse::AdamWOptions;
 using ampfuse::MasterWeights;
+using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
-using Entries = std::map<std::string, torch::IValue>;
 
-// The contents of an archive with one group.
-struct Content {
-  std::vector<Entries> states;
-  Entries options;
-};
-
-torch::Tensor number(size_t value) {
-  return torch::tensor(static_cast<int64_t>(value));
-}
-
-OutputArchive archive_of(const OutputArchive& parent, const Entries& entries) {
-  OutputArchive archive(parent.compilation_unit());
-  for (const auto& [name, value] : entries) archive.write(name, value);
-  return archive;
-}
-
-std::string archived(const Content& content) {
-  OutputArchive archive;
-  OutputArchive states(archive.compilation_unit());
-  OutputArchive group(archive.compilation_unit());
-  OutputArchive groups(archive.compilation_unit());
-  group.write("params/size", number(content.states.size()));
-  for (size_t i = 0; i < content.states.size(); ++i) {
-    group.write("params/" + std::to_string(i), torch::IValue(std::to_string(i)));
-    OutputArchive state = archive_of(archive, content.states[i]);
-    states.write(std::to_string(i), state);
-  }
-  OutputArchive options = archive_of(archive, content.options);
-  group.write("options", options);
-  groups.write("param_groups/size", number(1));
-  groups.write("param_groups/0", group);
-  archive.write("pytorch_version", torch::IValue("1.5.0"));
-  archive.write("state", states);
-  archive.write("param_groups", groups);
-  std::ostringstream stream;
-  archive.save_to(stream);
-  return stream.str();
-}
-
-Content content_of(ampfuse::AdamW& optimizer, const Tensors& params) {
-  Content content;
-  for (size_t i = 0; i < params.size(); ++i) {
-    const auto& state = state_of(optimizer, params[i]);
-    Entries entries = {{"step", state.step().item<int64_t>()},
-                       {"exp_avg", state.exp_avg()},
-                       {"exp_avg_sq", state.exp_avg_sq()}};
-    if (state.master_param().defined()) {
-      entries["master_param"] = optimizer.master_params()[i];
+// Copies entries. `change` may replace a value, or return false to leave it out.
+void copy(InputArchive& from, OutputArchive& to,
+          const std::function<bool(torch::IValue&)>& change) {
+  for (const std::string& key : from.keys()) {
+    InputArchive part;
+    torch::IValue value;
+    if (from.try_read(key, part)) {
+      OutputArchive copied(to.compilation_unit());
+      copy(part, copied, change);
+      to.write(key, copied);
+    } else {
+      from.read(key, value);
+      if (change(value)) to.write(key, value);
     }
-    content.states.push_back(entries);
   }
-  content.options = {{"lr", 0.5}, {"betas", std::tuple(0.9, 0.99)}, {"eps", 1e-8}};
-  return content;
 }
 
 std::vector<torch::IValue> junk() {
@@ -88,26 +51,17 @@ std::vector<torch::IValue> junk() {
           c10::List<double>({1.0, 2.0})};
 }
 
-using Options = std::tuple<double, std::tuple<double, double>, double, double, bool, bool,
-                           MasterWeights, at::ScalarType, std::optional<double>, bool>;
-
-Options options_of(ampfuse::AdamW& optimizer) {
-  const auto& options = static_cast<AdamWOptions&>(optimizer.param_groups()[0].options());
-  return {options.lr(),
-          options.betas(),
-          options.eps(),
-          options.weight_decay(),
-          options.amsgrad(),
-          options.maximize(),
-          options.master_weights(),
-          options.state_dtype(),
-          options.max_grad_norm(),
-          options.write_back_grads()};
+std::string archived_options(ampfuse::AdamW& optimizer) {
+  OutputArchive archive;
+  optimizer.param_groups()[0].options().serialize(archive);
+  std::ostringstream stream;
+  archive.save_to(stream);
+  return stream.str();
 }
 
 // All parameters, state and options that loading may change, as they are at construction.
 struct Picture {
-  Picture(ampfuse::AdamW& optimizer, const Tensors& params) : options(options_of(optimizer)) {
+  Picture(ampfuse::AdamW& optimizer, const Tensors& params) : options(archived_options(optimizer)) {
     for (const auto& param : params) {
       const auto& state = state_of(optimizer, param);
       for (const auto& tensor : {param, state.step(), state.exp_avg(), state.exp_avg_sq(),
@@ -127,7 +81,7 @@ struct Picture {
     return same;
   }
 
-  Options options;
+  std::string options;
   Tensors tensors;
   Tensors values;
 };
@@ -143,26 +97,31 @@ TEST_CASE("a damaged archive that is refused changes nothing in the optimizer") 
   const auto params = parameters(torch::kCPU, dtype);
   ampfuse::AdamW optimizer(params, options);
   train(optimizer, params, 1, 2);
-  const Content good = content_of(optimizer, params);
+  std::stringstream good;
+  torch::save(optimizer, good);
   std::minstd_rand random(1);
   const auto one_of = [&random](size_t count) { return random() % count; };
   int refused = 0;
-  for (int i = 0; i < 500; ++i) {
-    Content content = good;
-    for (size_t changes = 1 + one_of(3); changes > 0; --changes) {
-      const size_t index = one_of(content.states.size() + 1);
-      Entries& entries = index < content.states.size() ? content.states[index] : content.options;
-      if (entries.empty()) continue;
-      const auto entry = std::next(entries.begin(), one_of(entries.size()));
+  for (int i = 0; i < 300; ++i) {
+    InputArchive content;
+    content.load_from(good);
+    good.seekg(0);
+    size_t entries = 0;
+    OutputArchive counted;
+    copy(content, counted, [&](torch::IValue&) { return ++entries > 0; });
+    std::set<size_t> changed;
+    for (size_t changes = 1 + one_of(3); changes > 0; --changes) changed.insert(one_of(entries));
+    OutputArchive damaged;
+    copy(content, damaged, [&](torch::IValue& value) {
+      if (changed.count(--entries) == 0) return true;
       const size_t kind = one_of(junk().size() + 1);
-      if (kind == junk().size()) {
-        entries.erase(entry);
-      } else {
-        entry->second = junk()[kind];
-      }
-    }
+      if (kind == junk().size()) return false;
+      value = junk()[kind];
+      return true;
+    });
+    std::stringstream stream;
+    damaged.save_to(stream);
     const Picture before(optimizer, params);
-    std::istringstream stream(archived(content));
     try {
       torch::load(optimizer, stream);
       train(optimizer, params, 3, 3);
@@ -172,7 +131,6 @@ TEST_CASE("a damaged archive that is refused changes nothing in the optimizer") 
     }
   }
   CHECK(refused > 100);
-  std::istringstream stream(archived(good));
-  torch::load(optimizer, stream);
+  torch::load(optimizer, good);
   train(optimizer, params, 3, 4);
 }

@@ -7,23 +7,14 @@
 
 #include "optim_models.h"
 
-namespace {
-
-using torch::optim::OptimizerParamGroup;
-
-OptimizerParamGroup group_with_limit(const torch::Tensor& param, double max_grad_norm) {
-  return {Tensors{param}, std::make_unique<ampfuse::AdamWOptions>(
-                              ampfuse::AdamWOptions().max_grad_norm(max_grad_norm))};
-}
-
-}  // namespace
+using ampfuse::AdamWOptions;
 
 TEST_CASE("max_grad_norm steps as after clip_grad_norm_ but keeps the gradients") {
   for (const auto device : devices()) {
     const auto inside = parameters(device);
     const auto outside = copies(inside);
-    ampfuse::AdamW clipping(inside, ampfuse::AdamWOptions().max_grad_norm(0.5).eps(1e-2));
-    ampfuse::AdamW plain(outside, ampfuse::AdamWOptions().eps(1e-2));
+    ampfuse::AdamW clipping(inside, AdamWOptions().max_grad_norm(0.5).eps(1e-2));
+    ampfuse::AdamW plain(outside, AdamWOptions().eps(1e-2));
     feed(inside, 1);
     feed(outside, 1);
     clipping.step();
@@ -36,66 +27,45 @@ TEST_CASE("max_grad_norm steps as after clip_grad_norm_ but keeps the gradients"
     }
     CHECK(same_bits(clipping.grad_norm(), norm));
     feed(outside, 1);
-    for (size_t i = 0; i < inside.size(); ++i)
-      CHECK(same_bits(inside[i].grad(), outside[i].grad()));
+    check_same_bits(gradients_of(inside), gradients_of(outside));
   }
 }
 
 TEST_CASE("the shared limit covers all groups except groups with their own limit") {
-  // Gradients are ones, with norms 2, 4 and 10. The shared norm is that of the first and the last.
+  // Gradients are ones, with norms 2, 4, 10 and 1. The shared norm is that of the first and the
+  // third. An infinite limit does not clip.
   Tensors params;
-  for (const int64_t size : {4, 16, 100}) {
+  for (const int64_t size : {4, 16, 100, 1}) {
     params.push_back(torch::zeros({size}).requires_grad_());
     params.back().mutable_grad() = torch::ones({size});
   }
-  std::vector<OptimizerParamGroup> groups;
-  groups.emplace_back(Tensors{params[0]});
-  groups.push_back(group_with_limit(params[1], 1.0));
-  groups.emplace_back(Tensors{params[2]}, std::make_unique<ampfuse::AdamWOptions>(
-                                              ampfuse::AdamWOptions().write_back_grads(true)));
-  ampfuse::AdamW optimizer(groups,
-                           ampfuse::AdamWOptions().max_grad_norm(1.0).write_back_grads(true));
-  static_cast<ampfuse::AdamWOptions&>(optimizer.param_groups()[1].options()).write_back_grads(true);
+  const auto options = AdamWOptions().write_back_grads(true);
+  const auto limited = [&](double limit) { return AdamWOptions(options).max_grad_norm(limit); };
+  ampfuse::AdamW optimizer(
+      {group_of(params[0], options), group_of(params[1], limited(1)), group_of(params[2], options),
+       group_of(params[3], limited(std::numeric_limits<double>::infinity()))},
+      AdamWOptions().max_grad_norm(1.0));
   optimizer.step();
 
   CHECK(optimizer.grad_norm().item<float>() == Approx(std::sqrt(104.0)));
   CHECK(params[0].grad()[0].item<float>() == Approx(1 / std::sqrt(104.0)));
   CHECK(params[1].grad()[0].item<float>() == Approx(1 / 4.0));
   CHECK(params[2].grad()[0].item<float>() == Approx(1 / std::sqrt(104.0)));
-}
-
-TEST_CASE("a group with an infinite limit is not clipped") {
-  const auto param = torch::zeros({4}).requires_grad_();
-  auto group = group_with_limit(param, std::numeric_limits<double>::infinity());
-  static_cast<ampfuse::AdamWOptions&>(group.options()).write_back_grads(true);
-  param.mutable_grad() = torch::ones({4});
-  ampfuse::AdamW optimizer({group}, ampfuse::AdamWOptions().max_grad_norm(0.1));
-  optimizer.step();
-
-  CHECK(torch::equal(param.grad(), torch::ones({4})));
-}
-
-TEST_CASE("max_grad_norm of the constructor is set on the optimizer, not on groups") {
-  const auto params = parameters(torch::kCPU);
-  ampfuse::AdamW optimizer({params[0]}, ampfuse::AdamWOptions().max_grad_norm(0.5));
-  optimizer.add_param_group(OptimizerParamGroup(Tensors{params[2]}));
-
-  CHECK(optimizer.max_grad_norm == 0.5);
-  for (const auto& group : optimizer.param_groups()) {
-    const auto& options = static_cast<const ampfuse::AdamWOptions&>(group.options());
-    CHECK_FALSE(options.max_grad_norm().has_value());
-  }
+  CHECK(params[3].grad()[0].item<float>() == 1);
 }
 
 TEST_CASE("grad_norm is undefined without a limit and before the first step") {
   const auto params = parameters(torch::kCPU);
-  ampfuse::AdamW clipping(params, ampfuse::AdamWOptions().max_grad_norm(0.5));
+  ampfuse::AdamW clipping(params, AdamWOptions().max_grad_norm(0.5));
   ampfuse::AdamW plain(params);
   CHECK_FALSE(clipping.grad_norm().defined());
   train(plain, params, 1, 1);
   CHECK_FALSE(plain.grad_norm().defined());
   train(clipping, params, 1, 1);
-  CHECK(clipping.grad_norm().defined());
+  CHECK(clipping.grad_norm().item<float>() > 0);
+  clipping.zero_grad();
+  clipping.step();
+  CHECK(clipping.grad_norm().item<float>() == 0);  // a step without gradients
   clipping.max_grad_norm = std::nullopt;
   CHECK_FALSE(clipping.grad_norm().defined());
 }
@@ -104,7 +74,7 @@ TEST_CASE("grad_norm is that of the gradients when those of the first device are
   if (devices().size() < 2) return;
   const torch::Tensor on_cpu = torch::ones({2});
   const torch::Tensor on_gpu = torch::ones({2}, torch::kCUDA);
-  ampfuse::AdamW optimizer({on_cpu, on_gpu}, ampfuse::AdamWOptions().max_grad_norm(0.5));
+  ampfuse::AdamW optimizer({on_cpu, on_gpu}, AdamWOptions().max_grad_norm(0.5));
   on_gpu.mutable_grad() = torch::full({2}, 3.0, torch::kCUDA);
   optimizer.step();
   CHECK(optimizer.grad_norm().item<float>() == Approx(std::sqrt(18.0)));
@@ -115,8 +85,8 @@ TEST_CASE("scaled gradients with grad_scale step like unscaled ones") {
   for (const auto device : devices()) {
     const auto scaled = parameters(device, torch::kBFloat16);
     const auto unscaled = copies(scaled);
-    ampfuse::AdamW ours(scaled, ampfuse::AdamWOptions().max_grad_norm(limit));
-    ampfuse::AdamW reference(unscaled, ampfuse::AdamWOptions().max_grad_norm(limit));
+    ampfuse::AdamW ours(scaled, AdamWOptions().max_grad_norm(limit));
+    ampfuse::AdamW reference(unscaled, AdamWOptions().max_grad_norm(limit));
     ours.grad_scale = torch::full({}, 1024.0f, device);
     ours.found_inf = torch::zeros({}, device);
     for (int step = 1; step <= 5; ++step) {
@@ -131,8 +101,10 @@ TEST_CASE("scaled gradients with grad_scale step like unscaled ones") {
   }
 }
 
-TEST_CASE("any found_inf except 0 skips the step and its counter") {
-  const float found_inf = GENERATE(1.0f, 2.0f, 3.0f);
+TEST_CASE("found_inf and a scale without a finite inverse skip the step and its counter") {
+  const auto [found_inf, scale] =
+      GENERATE(std::tuple(1.0f, 1.0f), std::tuple(2.0f, 1.0f), std::tuple(3.0f, 1.0f),
+               std::tuple(0.0f, 0.0f), std::tuple(0.0f, 0x1p-149f), std::tuple(0.0f, 0x1p-128f));
   for (const auto device : devices()) {
     const auto params = parameters(device, torch::kBFloat16);
     const auto before = copies(params);
@@ -140,13 +112,15 @@ TEST_CASE("any found_inf except 0 skips the step and its counter") {
     ampfuse::AdamW optimizer(params);
     ampfuse::AdamW reference(unskipped);
     optimizer.found_inf = torch::full({1}, found_inf, device);
-    feed(params, 1, std::numeric_limits<double>::infinity());
+    optimizer.grad_scale = torch::full({}, scale, device);
+    feed(params, 1, found_inf == 0 ? 1 : std::numeric_limits<double>::infinity());
     optimizer.step();
 
     check_same_bits(params, before);
     CHECK(state_of(optimizer, params[0]).step().item<float>() == 0);
 
     optimizer.found_inf.reset();
+    optimizer.grad_scale.reset();
     train(optimizer, params, 2, 2);
     train(reference, unskipped, 2, 2);
     check_same_bits(optimizer.master_params(), reference.master_params());
@@ -159,10 +133,9 @@ TEST_CASE("with grad_scale but no found_inf the step checks gradients itself") {
   for (const auto device : devices()) {
     const auto params = parameters(device);
     const auto before = copies(params);
-    std::vector<OptimizerParamGroup> groups;
-    groups.push_back(group_with_limit(params[0], std::numeric_limits<double>::infinity()));
-    groups.emplace_back(Tensors{params[2]});
-    ampfuse::AdamW optimizer(groups, ampfuse::AdamWOptions().max_grad_norm(limit));
+    const auto unlimited = AdamWOptions().max_grad_norm(std::numeric_limits<double>::infinity());
+    ampfuse::AdamW optimizer({group_of(params[0], unlimited), Tensors{params[2]}},
+                             AdamWOptions().max_grad_norm(limit));
     optimizer.grad_scale = torch::full({}, 2.0f, device);
     for (const auto& bad : {params[0], params[2]}) {
       feed(params, 1);
@@ -177,16 +150,6 @@ TEST_CASE("with grad_scale but no found_inf the step checks gradients itself") {
   }
 }
 
-TEST_CASE("grad_norm is 0 after a step without gradients") {
-  const auto params = parameters(torch::kCPU);
-  ampfuse::AdamW optimizer(params, ampfuse::AdamWOptions().max_grad_norm(1.0));
-  train(optimizer, params, 1, 1);
-  optimizer.zero_grad();
-  optimizer.step();
-
-  CHECK(optimizer.grad_norm().item<float>() == 0);
-}
-
 TEST_CASE("write_back_grads stores the unscaled gradients") {
   const auto params = parameters(torch::kCPU);
   ampfuse::Adam optimizer(params, ampfuse::AdamOptions().write_back_grads(true));
@@ -196,7 +159,5 @@ TEST_CASE("write_back_grads stores the unscaled gradients") {
   const auto unscaled = copies(params);
   feed(unscaled, 1);
 
-  for (size_t i = 0; i < params.size(); ++i) {
-    CHECK(same_bits(params[i].grad(), unscaled[i].grad()));
-  }
+  check_same_bits(gradients_of(params), gradients_of(unscaled));
 }

@@ -47,28 +47,10 @@ HostNorm run_norm_kernels(const std::vector<FakeTensor<T>>& tensors, int finish_
 }
 
 template <ampfuse::math::NormType kNorm, typename T>
-HostNorm norm_on_host(const std::vector<FakeTensor<T>>& tensors, int grid, int finish_grid) {
-  return run_norm_kernels<kNorm>(tensors, finish_grid,
-                                 [grid](const ampfuse::NormTable& table, int64_t slots_before,
-                                        ampfuse::math::NormPartial* partials, unsigned* finished) {
-                                   simt::launch(ampfuse::multi_tensor_norm_kernel<kNorm, T>, grid,
-                                                ampfuse::kThreads, 0, table, slots_before, partials,
-                                                finished);
-                                 });
-}
-
-// Returns the norm in long double, accumulated element by element.
-template <ampfuse::math::NormType kNorm, typename T>
-double reference_norm(const std::vector<FakeTensor<T>>& tensors) {
-  long double sum = 0;
-  for (const auto& tensor : tensors) {
-    for (int64_t i = 0; i < tensor.size; ++i) {
-      const long double x =
-          std::fabs(static_cast<long double>(static_cast<double>(tensor.data()[i])));
-      if (kNorm == ampfuse::math::NormType::kL1) sum += x;
-      if (kNorm == ampfuse::math::NormType::kL2) sum += x * x;
-      if (kNorm == ampfuse::math::NormType::kInf) sum = sum > x ? sum : x;
-    }
-  }
-  return kNorm == ampfuse::math::NormType::kL2 ? std::sqrt(sum) : sum;
+HostNorm norm_on_host(const std::vector<FakeTensor<T>>& tensors, int grid = 1,
+                      int finish_grid = 1) {
+  return run_norm_kernels<kNorm>(tensors, finish_grid, [grid](const auto&... arguments) {
+    simt::launch(ampfuse::multi_tensor_norm_kernel<kNorm, T>, grid, ampfuse::kThreads, 0,
+                 arguments...);
+  });
 }

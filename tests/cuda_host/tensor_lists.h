@@ -1,16 +1,9 @@
-// Lists of fake tensors for multi-tensor kernels. A fake tensor ends exactly where its allocation
-// ends, so that ASan detects an access to one element too many. It starts `offset` elements after a
-// 16-byte boundary.
+// Lists of fake tensors for multi-tensor kernels.
 #pragma once
 
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
+#include "numbers.h"
 
-#include <cstdint>
-#include <memory>
-#include <random>
-#include <vector>
-
+// An array whose type is fixed at compile time; see Numbers.
 template <typename T>
 struct FakeTensor {
   std::unique_ptr<T[]> buffer;
@@ -23,25 +16,11 @@ struct FakeTensor {
   T* data() const { return buffer.get() + offset; }
 };
 
-// Converts a number to the element type of a kernel.
-template <typename T>
-T as_element(double x) {
-  return static_cast<T>(static_cast<float>(x));
-}
-template <>
-inline double as_element<double>(double x) {
-  return x;
-}
-
-// Returns normally distributed numbers with a heavy tail: one element in 64 is multiplied by 1000.
 template <typename T>
 FakeTensor<T> random_tensor(int64_t size, int64_t offset, uint32_t seed) {
   FakeTensor<T> tensor(size, offset);
-  std::mt19937 generator(seed);
-  std::normal_distribution<double> normal;
-  for (int64_t i = 0; i < size; ++i) {
-    tensor.data()[i] = as_element<T>(normal(generator) * (generator() % 64 == 0 ? 1000 : 1));
-  }
+  const std::vector<double> values = random_values(size, seed);
+  for (int64_t i = 0; i < size; ++i) tensor.data()[i] = as_element<T>(values[i]);
   return tensor;
 }
 

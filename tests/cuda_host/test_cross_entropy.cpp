@@ -1,11 +1,6 @@
 // The kernels of cross_entropy: values compared with long double, memory and races under
 // sanitizers.
-#include "simt/simt.h"
-
 #include "cross_entropy_exact.h"
-
-#include <cmath>
-#include <vector>
 
 #include "catch.h"
 
@@ -13,152 +8,199 @@ using ampfuse::RowWork;
 
 namespace {
 
-template <typename scalar_t, typename Team, size_t kSizes>
-void check_team(int64_t rows, const int (&sizes)[kSizes]) {
-  simt::for_each_schedule([&] {
-    INFO(simt::schedule().name());
-    for (const int classes : sizes) {
-      run_and_check<scalar_t, Team>(rows, classes, classes % 4, {});
-    }
-  });
+// Rows as in a chunk of linear_cross_entropy, whose 16-bit gradients are factors of its products:
+// each begins on a boundary for any number of classes.
+Options in_chunks(int classes, Type grad_type) {
+  return {.padding = 64 - classes % 64, .grad_type = grad_type};
 }
 
-// Class counts on both sides of each unit of a team: single classes, a pack per lane, four packs
-// per lane, the part of a row that is kept.
-const int kFewClasses[] = {1, 2, 7, 10, 65, 128};
-const int kWarpClasses[] = {1, 2, 7, 31, 257, 520, 1027};
-const int kBlockClasses[] = {5, 2049, 8200, 9001};
-const int kWideClasses[] = {4095, 9001};
+// Rows at spatial positions: their classes are far apart in memory, and a thread processes each.
+const Options kAtPositions = {.positions = 37};
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("rows of a few lanes have the exact loss and gradient, rounded", "", c10::Half,
-                   c10::BFloat16, float) {
-  check_team<TestType, FewLanes>(70, kFewClasses);
-}
-
-TEMPLATE_TEST_CASE("rows of a warp have the exact loss and gradient, rounded", "", c10::Half,
-                   c10::BFloat16, float, double) {
-  check_team<TestType, WarpTeam>(9, kWarpClasses);
-}
-
-TEMPLATE_TEST_CASE("rows of a block have the exact loss and gradient, rounded", "", c10::Half,
-                   c10::BFloat16, float, double) {
-  check_team<TestType, BlockTeam>(3, kBlockClasses);
-}
-
-TEMPLATE_TEST_CASE("rows of a wide block have the exact loss and gradient, rounded", "", c10::Half,
-                   c10::BFloat16, float) {
-  check_team<TestType, WideTeam>(3, kWideClasses);
-}
-
-TEMPLATE_TEST_CASE("rows of the widest block have the exact loss and gradient, rounded", "",
-                   c10::Half, c10::BFloat16, float) {
-  run_and_check<TestType, WidestTeam>(3, 8191, 3, {});
-}
-
-TEMPLATE_TEST_CASE("loss and gradient are right however many packs of a row are kept", "",
-                   c10::BFloat16, float) {
-  for (const int pieces : {0, 1, 2, 9}) {
-    CAPTURE(pieces);
-    Options options;
-    options.kept_pieces = pieces;
-    for (const bool in_place : {false, true}) {
-      options.in_place = in_place;
-      run_and_check<TestType, FewLanes>(40, 127, 1, options);
-      run_and_check<TestType, WarpTeam>(9, 1027, 2, options);
-      run_and_check<TestType, BlockTeam>(3, 9001, 3, options);
-      run_and_check<TestType, WideTeam>(3, 9001, 3, options);
-    }
-    run_and_check<TestType, WidestTeam>(2, 17001, 3, options);
-  }
-}
-
-TEMPLATE_TEST_CASE("losses near 0 of confident rows have a relative error below 1e-6", "",
-                   c10::Half, c10::BFloat16, float) {
-  // All other logits are equal, so that the errors of their exponentials do not average out.
-  const auto lead = [](int64_t row) { return 0.375 * static_cast<double>(16 + row); };
-  const auto check_losses = [&]<RowWork kWork>() {
-    Batch<TestType> batch(64, 41, 1, {});
-    for (int64_t row = 0; row < batch.rows; ++row) batch.targets[row] = row % batch.classes;
-    batch.set_logits(
-        [&](int64_t row, int c, int64_t target) { return c == target ? 0.5 + lead(row) : 0.5; });
-    forward_on_host<TestType, WarpTeam, kWork>(batch);
-    for (int64_t row = 0; row < batch.rows; ++row) {
-      CAPTURE(row, static_cast<int>(kWork));
-      const double exact = std::log1p(40 * std::exp(-lead(row)));
-      CHECK(std::fabs(batch.losses[row] - exact) <= 1e-6 * exact);
-    }
-  };
-  check_losses.template operator()<RowWork::kPlain>();
-  if constexpr (sizeof(TestType) == 2) check_losses.template operator()<RowWork::kHeld>();
-}
-
-TEMPLATE_TEST_CASE("tiny gradients keep digits that only a large scale makes visible", "",
-                   c10::Half, c10::BFloat16, float) {
-  const auto logit = [](int64_t, int c, int64_t target) {
-    return c == target ? 50 : -38 - 0.25 * c;
-  };
-  Options options;
-  options.scale = 0x1p127f;
-  for (int kept = 0; kept < 2; ++kept) {
-    options.kept_pieces = kept;
-    check_logits<TestType, WarpTeam, RowWork::kPlain>(1, 97, logit, options);
-  }
-  if constexpr (sizeof(TestType) == 2) {
-    check_logits<TestType, FewLanes, RowWork::kHeld>(1, 97, logit, options);
-  }
-}
-
-TEMPLATE_TEST_CASE("argmax is the first of equal largest logits", "", c10::BFloat16, float) {
-  const auto argmax = [](int first, int second, double value) {
-    Options options;
-    options.metrics = true;
-    Batch<TestType> batch(1, 301, 0, options);
-    std::fill_n(batch.logits.data(), batch.classes, as_element<TestType>(0.0));
-    batch.logits.data()[first] = as_element<TestType>(value);
-    batch.logits.data()[second] = as_element<TestType>(value);
-    forward_on_host<TestType, WarpTeam, RowWork::kGeneral>(batch);
-    return batch.argmax[0];
-  };
-  // Threads read packs in turn, and single classes after the last pack.
-  for (const double value : {0.0, 7.0, double(NAN)}) {
-    CAPTURE(value);
-    CHECK(argmax(0, 300, value) == 0);
-    CHECK(argmax(5, 296, value) == (value == 0 ? 0 : 5));
-    CHECK(argmax(299, 300, value) == (value == 0 ? 0 : 299));
-  }
-}
-
-TEST_CASE("the divisor is the total weight of all targets") {
-  Options options;
-  options.weighted = true;
-  Batch<float> batch(1500, 3, 0, options);
-  forward_on_host<float, FewLanes, RowWork::kPlain>(batch);
-  double weight = 0;
-  for (const int64_t target : batch.targets) {
-    if (target != kIgnored) weight += batch.weight[target];
-  }
-  CHECK(std::fabs(batch.divisor - weight) <= 1e-12 * weight);
-}
-
-TEMPLATE_TEST_CASE("logits may be overwritten with their gradient in every schedule", "",
-                   c10::BFloat16, float) {
+TEST_CASE("rows may be read and overwritten in every schedule") {
   simt::for_each_schedule([] {
-    INFO(simt::schedule().name());
-    Options options;
-    options.in_place = true;
-    run_and_check<TestType, WarpTeam>(17, 530, 1, options);
-    run_and_check<TestType, BlockTeam>(3, 2500, 3, options);
+    const Options features = with_features({}).back();
+    for (const Type type : {kBFloat16, kFloat}) {
+      for (const bool in_place : {false, true}) {
+        // A thread reads logits that were not kept again, when others may write the gradient there.
+        for (const int kept_pieces : {0, 2}) {
+          Options options = {.in_place = in_place, .padding = in_place ? 0 : 6};
+          if (type == kFloat) options.kept_pieces = kept_pieces;
+          if (type == kBFloat16 && kept_pieces == 0) options.work = RowWork::kPlain;
+          if (in_place) run_and_check(type, Team::kWide, 5, 5003, 3, options);
+          if (options.work) continue;
+          run_and_check(type, Team::kFewLanes, 70, 127, 1, options);
+          run_and_check(type, Team::kWarp, 35, 531, 1, options);
+          run_and_check(type, Team::kBlock, 5, 2501, 3, options);
+        }
+      }
+      run_and_check(type, Team::kWarp, 6, 301, 1, features);
+      run_and_check(type, Team::kBlock, 3, 2303, 2, features);
+      run_and_check(type, Team::kPosition, 111, 21, 1, kAtPositions);
+    }
+    run_and_check(kFloat, Team::kBlock, 3, 2501, 0, in_chunks(2501, kBFloat16));
+    run_and_check(kBFloat16, Team::kBlock64, 5, 2043, 3, {});
   });
 }
 
-TEMPLATE_TEST_CASE("losses with every option match the reference", "", c10::BFloat16, float,
-                   double) {
-  std::vector<Options> all = each_by_itself({});
-  all.push_back({0.2, 1e-2, 10, true, true, true, true, 3});
-  for (const Options& options : all) {
-    run_and_check<TestType, WarpTeam>(6, 301, 1, options);
-    run_and_check<TestType, BlockTeam>(3, 2303, 2, options);
+TEST_CASE("rows have the exact loss and gradient, rounded", "[asan]") {
+  struct Rows {
+    Team team;
+    int64_t rows;
+    // On both sides of each unit of a team: single classes, a pack per lane, all packs that a lane
+    // has in flight, the part of a row that is held or kept.
+    std::vector<int> classes;
+    std::vector<Type> types;
+  };
+  const std::vector<Rows> all = {
+      {Team::kPosition, 111, {1, 2, 7, 8, 9, 21, 70}, {kHalf, kBFloat16, kFloat, kDouble}},
+      {Team::kFewLanes, 70, {1, 2, 7, 10, 65, 128}, {kHalf, kBFloat16, kFloat}},
+      {Team::kWarp, 9, {1, 2, 7, 31, 257, 520, 1021}, {kHalf, kBFloat16, kFloat, kDouble}},
+      {Team::kBlock128, 5, {2501}, {kBFloat16}},
+      {Team::kBlock, 3, {5, 2049, 8189}, {kHalf, kBFloat16, kFloat, kDouble}},
+      {Team::kWide, 3, {4095, 9001}, {kBFloat16, kFloat}},
+      {Team::kWide, 3, {16387}, {kHalf, kBFloat16}},  // too long to be held
+      {Team::kWidest, 3, {8191}, {kFloat}}};
+  for (const auto& [team, rows, sizes, types] : all) {
+    for (const Type type : types) {
+      for (const int classes : sizes) {
+        const Options options = team == Team::kPosition ? kAtPositions : Options();
+        run_and_check(type, team, rows, classes, classes % 4, options);
+      }
+    }
+  }
+}
+
+TEST_CASE("16-bit gradients of float logits are the exact ones, rounded once", "[asan]") {
+  const std::vector<std::tuple<Team, int64_t, int>> all = {
+      {Team::kFewLanes, 20, 1},   {Team::kFewLanes, 20, 7}, {Team::kFewLanes, 20, 65},
+      {Team::kFewLanes, 20, 128}, {Team::kWarp, 9, 3},      {Team::kWarp, 9, 257},
+      {Team::kWarp, 9, 1027},     {Team::kBlock, 3, 4103},  {Team::kWide, 3, 5003},
+      {Team::kWidest, 2, 8191}};
+  for (const Type type : {kHalf, kBFloat16}) {
+    for (const auto& [team, rows, classes] : all) {
+      run_and_check(kFloat, team, rows, classes, 0, in_chunks(classes, type));
+    }
+  }
+  for (const Options& options : with_features(in_chunks(301, kBFloat16))) {
+    run_and_check(kFloat, Team::kWarp, 6, 301, 0, options);
+  }
+  for (const Options& options : with_features(in_chunks(301, kHalf))) {
+    run_and_check(kFloat, Team::kBlock, 3, 301, 0, options);
+  }
+}
+
+TEST_CASE("loss and gradient are right however many packs of a row are kept", "[asan]") {
+  for (const int pieces : {0, 1, 2, 9}) {
+    Options options = {.kept_pieces = pieces, .work = RowWork::kPlain};
+    for (const bool in_place : {false, true}) {
+      options.in_place = in_place;
+      run_and_check(kFloat, Team::kFewLanes, 40, 127, 1, options);
+      run_and_check(kFloat, Team::kWarp, 9, 1027, 2, options);
+      run_and_check(kFloat, Team::kBlock, 3, 9001, 3, options);
+      for (const Type type : {kBFloat16, kFloat}) {
+        run_and_check(type, Team::kWide, 3, 9001, 3, options);
+      }
+    }
+    options.in_place = false;
+    for (const Type type : {kHalf, kBFloat16, kFloat}) {
+      run_and_check(type, Team::kWidest, 2, 17001, 3, options);
+    }
+    options.positions = 300;
+    run_and_check(kBFloat16, Team::kPosition, 600, 21, 1, options);
+    run_and_check(kFloat, Team::kPosition, 600, 21, 1, options);
+  }
+}
+
+TEST_CASE("held rows of every size have the exact loss and gradient, rounded", "[asan]") {
+  const std::tuple<Type, Team, int64_t> all[] = {{kBFloat16, Team::kFewLanes, 9},
+                                                 {kHalf, Team::kWarp, 5},
+                                                 {kBFloat16, Team::kWarp, 5},
+                                                 {kBFloat16, Team::kBlock64, 3},
+                                                 {kBFloat16, Team::kBlock, 3}};
+  for (const auto& [type, team, rows] : all) {
+    const int most = most_held(team);
+    // Around these numbers, a thread gets another pack, or a team is full.
+    for (const int classes : {1, 7, 8, 9, 15, 17, 24, 25, most / 4 - 1, most / 4, most / 4 + 9,
+                              most / 2 + 1, most - 7, most}) {
+      run_and_check(type, team, rows, classes, 0, {});
+      run_and_check(type, team, rows, classes, classes % 8, {});
+      run_and_check(type, team, rows, classes, classes % 8, {.in_place = true});
+    }
+  }
+  // Rows whose gradient is aligned need no shared memory.
+  run_and_check(kBFloat16, Team::kWarp, 5, 1000, 0, {.kept_pieces = 0});
+}
+
+TEST_CASE("losses with every option match the reference", "[asan]") {
+  for (const Type type : {kBFloat16, kFloat, kDouble}) {
+    for (Options options : with_features({.kept_pieces = 3})) {
+      run_and_check(type, Team::kWarp, 6, 301, 1, options);
+      run_and_check(type, Team::kBlock, 3, 2303, 2, options);
+      if (options.metrics) {
+        options.in_place = true;
+        run_and_check(type, Team::kWarp, 6, 301, 1, options);
+      }
+    }
+    for (Options options : with_features({.positions = 20})) {
+      run_and_check(type, Team::kPosition, 60, 21, 1, options);
+      options.in_place = true;
+      run_and_check(type, Team::kPosition, 60, 21, 1, options);
+    }
+  }
+}
+
+TEST_CASE("losses near 0 of confident rows have a relative error below 1e-6", "[asan]") {
+  // All other logits are equal, so that the errors of their exponentials do not average out.
+  const auto lead = [](int64_t row) { return 0.375 * static_cast<double>(16 + row); };
+  for (const auto& [type, team] : {std::pair(kHalf, Team::kWarp),
+                                   {kBFloat16, Team::kWarp},
+                                   {kBFloat16, Team::kWide},
+                                   {kFloat, Team::kWarp}}) {
+    Batch batch(type, 64, 41, 1);
+    if (team == Team::kWide) batch.options.work = RowWork::kPlain;
+    for (int64_t row = 0; row < batch.rows; ++row) batch.targets[row] = row % batch.classes;
+    batch.set_logits(
+        [&](int64_t row, int c) { return c == batch.targets[row] ? 0.5 + lead(row) : 0.5; });
+    forward_alone(batch, team);
+    for (int64_t row = 0; row < batch.rows; ++row) {
+      CAPTURE(row, type, team);
+      const double exact = std::log1p(40 * std::exp(-lead(row)));
+      CHECK(std::fabs(batch.losses[row] - exact) <= 1e-6 * exact);
+    }
+  }
+}
+
+TEST_CASE("tiny gradients keep digits that only a large scale makes visible", "[asan]") {
+  const auto logit = [](int64_t, int c, int64_t target) {
+    return c == target ? 50 : -38 - 0.25 * c;
+  };
+  for (const int kept : {0, 1}) {
+    const Options options = {.scale = 0x1p127f, .kept_pieces = kept, .work = RowWork::kPlain};
+    check_logits(kFloat, Team::kWarp, 1, 97, logit, options);
+    check_logits(kHalf, Team::kWide, 1, 97, logit, options);
+    check_logits(kBFloat16, Team::kWide, 1, 97, logit, options);
+  }
+  check_logits(kHalf, Team::kFewLanes, 1, 97, logit, {.scale = 0x1p127f});
+  check_logits(kBFloat16, Team::kFewLanes, 1, 97, logit, {.scale = 0x1p127f});
+}
+
+TEST_CASE("argmax is the first of equal largest logits", "[asan]") {
+  for (const Type type : {kBFloat16, kFloat}) {
+    const auto argmax = [&](int first, int second, double value) {
+      Batch batch(type, 1, 301, 0, {.metrics = true});
+      batch.set_logits([&](int64_t, int c) { return c == first || c == second ? value : 0; });
+      forward_alone(batch, Team::kWarp);
+      return batch.argmax[0];
+    };
+    // Threads read packs in turn, and single classes after the last pack.
+    for (const double value : {0.0, 7.0, double(NAN)}) {
+      CAPTURE(type, value);
+      CHECK(argmax(0, 300, value) == 0);
+      CHECK(argmax(5, 296, value) == (value == 0 ? 0 : 5));
+      CHECK(argmax(299, 300, value) == (value == 0 ? 0 : 299));
+    }
   }
 }

@@ -1,10 +1,6 @@
 // Rows of logits at every distance from a 16-byte boundary, which may differ from that of other
 // rows and of their gradients.
-#include "simt/simt.h"
-
 #include "cross_entropy_exact.h"
-
-#include <cstring>
 
 #include "catch.h"
 
@@ -12,134 +8,101 @@ using ampfuse::RowWork;
 
 namespace {
 
-// Checks that equal rows give equal bits, each at its own distance from a boundary.
-template <typename scalar_t, typename Team, RowWork kWork>
-void check_rows_alike(int64_t rows, int classes, const Options& options) {
-  CAPTURE(rows, classes, sizeof(scalar_t), Team::kSize, options.kept_pieces, options.in_place);
-  Batch<scalar_t> batch(rows, classes, 0, options);
-  batch.repeat_first_row();
-  forward_on_host<scalar_t, Team, kWork>(batch);
-  int misses = 0;
-  for (int64_t row = 1; row < rows; ++row) {
-    const auto is_like_first = [&](const auto* results, int64_t count) {
-      return std::memcmp(results, results + row * count, count * sizeof *results) == 0;
-    };
-    misses += !is_like_first(batch.losses.data(), 1);
-    misses += !is_like_first(batch.statistics.data(), 1);
-    misses += !is_like_first(batch.gradient(), classes);
-    if (!options.metrics) continue;
-    misses += !is_like_first(batch.lse.data(), 1);
-    misses += !is_like_first(batch.entropy.data(), 1);
-    misses += !is_like_first(batch.argmax.data(), 1);
-  }
-  CHECK(misses == 0);
-}
-
 // Checks rows that are kept not at all, partly and completely, the last also in place.
-template <typename scalar_t, typename Team, RowWork kWork>
-void check_all_kept(int64_t rows, int classes, Options options) {
+void check_all_kept(Type type, Team team, int64_t rows, int classes, Options options = {}) {
   for (const int kept_pieces : {0, 1, 9}) {
     options.kept_pieces = kept_pieces;
-    check_rows_alike<scalar_t, Team, kWork>(rows, classes, options);
+    check_rows_alike(type, team, rows, classes, options);
   }
   options.in_place = true;
-  check_rows_alike<scalar_t, Team, kWork>(rows, classes, options);
+  check_rows_alike(type, team, rows, classes, options);
 }
 
-// All classes that a team has in flight at once, some more, and single ones.
-template <typename scalar_t, typename Team>
-constexpr int kManyClasses = 4 * Team::kSize * 16 / sizeof(scalar_t) + 307;
+// Returns a number of classes for a team: all that it has in flight at once, some more, and single
+// ones.
+int many_classes(Type type, Team team) {
+  return static_cast<int>(4 * static_cast<int>(team) * 16 / size_of(type)) + 307;
+}
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("equal rows give equal bits at every alignment", "", c10::BFloat16, float) {
-  constexpr RowWork kPlain = RowWork::kPlain;
-  check_all_kept<TestType, FewLanes, kPlain>(70, 127, {});
-  check_all_kept<TestType, WarpTeam, kPlain>(19, kManyClasses<TestType, WarpTeam>, {});
-  check_all_kept<TestType, BlockTeam, kPlain>(5, kManyClasses<TestType, BlockTeam>, {});
-  check_rows_alike<TestType, WideTeam, kPlain>(4, kManyClasses<TestType, WideTeam>, {});
-  check_rows_alike<TestType, WidestTeam, kPlain>(3, kManyClasses<TestType, WidestTeam>, {});
-}
-
-TEMPLATE_TEST_CASE("equal held rows give equal bits at every alignment", "", c10::Half,
-                   c10::BFloat16) {
-  for (const bool in_place : {false, true}) {
-    Options options;
-    options.in_place = in_place;
-    check_rows_alike<TestType, FewLanes, RowWork::kHeld>(70, 253, options);
-    check_rows_alike<TestType, WarpTeam, RowWork::kHeld>(19, 1021, options);
-    check_rows_alike<TestType, SmallBlock, RowWork::kHeld>(9, 2045, options);
-    check_rows_alike<TestType, ampfuse::BlockTeam<128>, RowWork::kHeld>(9, 2051, options);
-    check_rows_alike<TestType, BlockTeam, RowWork::kHeld>(9, 5001, options);
-    check_rows_alike<TestType, WideTeam, RowWork::kHeld>(9, 9001, options);
+TEST_CASE("equal rows give equal bits at every alignment", "[asan]") {
+  check_all_kept(kFloat, Team::kFewLanes, 70, 127);
+  for (const Team team : {Team::kWarp, Team::kBlock}) {
+    check_all_kept(kFloat, team, team == Team::kWarp ? 19 : 5, many_classes(kFloat, team));
+    check_all_kept(kDouble, team, team == Team::kWarp ? 9 : 5, many_classes(kDouble, team));
+  }
+  for (const Type type : {kBFloat16, kFloat}) {
+    const Options options = {.work = RowWork::kPlain};
+    check_rows_alike(type, Team::kWide, 4, many_classes(type, Team::kWide), options);
+    check_rows_alike(type, Team::kWidest, 3, many_classes(type, Team::kWidest), options);
   }
 }
 
-TEMPLATE_TEST_CASE("equal rows give equal bits at every alignment with all options", "",
-                   c10::BFloat16, float) {
-  constexpr RowWork kGeneral = RowWork::kGeneral;
-  Options options;
-  options.weighted = true;
-  options.softcap = 30;
-  options.z_loss = 1e-3;
-  options.label_smoothing = 0.1;
-  options.metrics = true;
-  check_all_kept<TestType, WarpTeam, kGeneral>(9, kManyClasses<TestType, WarpTeam>, options);
-  check_rows_alike<TestType, BlockTeam, kGeneral>(5, kManyClasses<TestType, BlockTeam>, options);
-  options.probabilities = true;
-  check_rows_alike<TestType, WideTeam, kGeneral>(4, kManyClasses<TestType, WideTeam>, options);
+TEST_CASE("equal held rows give equal bits at every alignment", "[asan]") {
+  for (const bool in_place : {false, true}) {
+    const Options options = {.in_place = in_place};
+    check_rows_alike(kBFloat16, Team::kFewLanes, 70, 253, options);
+    check_rows_alike(kHalf, Team::kWarp, 19, 1021, options);
+    check_rows_alike(kBFloat16, Team::kWarp, 19, 1021, options);
+    check_rows_alike(kBFloat16, Team::kBlock64, 9, 2045, options);
+    check_rows_alike(kBFloat16, Team::kBlock128, 9, 2051, options);
+    check_rows_alike(kBFloat16, Team::kBlock, 9, 5001, options);
+    check_rows_alike(kBFloat16, Team::kWide, 9, 9001, options);
+  }
 }
 
-TEST_CASE("equal rows of doubles give equal bits at every alignment") {
-  check_all_kept<double, WarpTeam, RowWork::kPlain>(9, 513, {});
-  check_all_kept<double, BlockTeam, RowWork::kPlain>(5, 2051, {});
+TEST_CASE("equal rows give equal bits at every alignment with all options", "[asan]") {
+  for (const Type type : {kBFloat16, kFloat}) {
+    Options options = {.label_smoothing = 0.1, .z_loss = 1e-3, .softcap = 30};
+    options.weighted = options.metrics = true;
+    check_all_kept(type, Team::kWarp, 9, many_classes(type, Team::kWarp), options);
+    check_rows_alike(type, Team::kBlock, 5, many_classes(type, Team::kBlock), options);
+    options.probabilities = true;
+    check_rows_alike(type, Team::kWide, 4, many_classes(type, Team::kWide), options);
+  }
 }
 
-TEMPLATE_TEST_CASE("logits and gradients may have any two alignments", "[asan]", c10::BFloat16,
-                   float, double) {
-  constexpr int kPerBlock = 16 / sizeof(TestType);
-  for (int apart = 0; apart < kPerBlock; ++apart) {
-    CAPTURE(apart);
-    Options options;
-    options.grad_offset = apart;
-    // All rows begin on a boundary, as with a padded vocabulary.
-    options.padding = kPerBlock + kPerBlock - 1027 % kPerBlock;
-    for (const int kept_pieces : {0, 1, 9}) {
+TEST_CASE("logits and gradients may have any two alignments", "[asan]") {
+  // The last row ends where its allocation ends. Rows are further apart than they are long.
+  const auto check_all = [](Type type, Team team, int64_t rows, const std::vector<int>& sizes,
+                            Options options) {
+    const Type grad_type = options.grad_type.value_or(type);
+    for (int64_t offset = 0; offset < 16 / size_of(type); ++offset) {
+      for (int64_t grad_offset = 0; grad_offset < 16 / size_of(grad_type); ++grad_offset) {
+        options.grad_offset = grad_offset;
+        for (const int classes : sizes) run_and_check(type, team, rows, classes, offset, options);
+      }
+    }
+  };
+  check_all(kBFloat16, Team::kFewLanes, 5, {1, 16, 23, 250}, {});
+  check_all(kBFloat16, Team::kWarp, 3, {1000}, {.padding = 5});
+  check_all(kFloat, Team::kFewLanes, 33, {1, 8, 9, 121}, {});
+  for (const int kept_pieces : {0, 1, 9}) {
+    const Options options = {.kept_pieces = kept_pieces, .padding = 5};
+    check_all(kFloat, Team::kWarp, 3, {19, 1027}, options);
+    check_all(kDouble, Team::kWarp, 3, {19, 1027}, options);
+    check_all(kFloat, Team::kWarp, 3, {535}, {.kept_pieces = kept_pieces, .grad_type = kBFloat16});
+  }
+  for (const Type type : {kFloat, kDouble}) {
+    check_all(type, Team::kBlock, 2, {4101}, {.padding = 5});
+    check_all(type, Team::kBlock, 2, {1029}, {.label_smoothing = 0.1, .padding = 5});
+  }
+}
+
+TEST_CASE("long 16-bit rows and their gradients may have any two alignments", "[asan]") {
+  for (const int64_t apart : {0, 1, 2, 3, 4, 5, 6, 7}) {
+    // All rows of logits begin on a boundary, as with a padded vocabulary.
+    Options options = {.padding = 13, .grad_offset = apart, .work = RowWork::kPlain};
+    for (const int kept_pieces : {0, 1}) {
       options.kept_pieces = kept_pieces;
-      run_and_check<TestType, WarpTeam>(3, 1027, 0, options);
+      run_and_check(kBFloat16, Team::kWide, 3, 1027, 0, options);
     }
     options.padding = 5;
-    run_and_check<TestType, WarpTeam>(3, 19, 3, options);
-    options.kept_pieces = 1;
-    run_and_check<TestType, BlockTeam>(2, 4101, 1, options);
+    run_and_check(kBFloat16, Team::kWide, 2, 8197, 1, options);
+    options.work = RowWork::kGeneral;
     options.label_smoothing = 0.1;
-    run_and_check<TestType, BlockTeam>(2, 4101, 1, options);
+    run_and_check(kBFloat16, Team::kBlock, 2, 4101, 1, options);
+    run_and_check(kBFloat16, Team::kWarp, 3, 19, 3, options);
   }
-}
-
-TEMPLATE_TEST_CASE("logits and gradients of few classes may have any two alignments", "[asan]",
-                   c10::BFloat16, float) {
-  // The last row ends where its allocation ends, at every distance from a boundary.
-  for (size_t offset = 0; offset < 16 / sizeof(TestType); ++offset) {
-    Options options;
-    options.grad_offset = 3;
-    for (const int classes : {1, 8, 9, 121}) {
-      run_and_check<TestType, FewLanes>(33, classes, offset, options);
-    }
-  }
-}
-
-TEMPLATE_TEST_CASE("rows may be read and overwritten in every schedule", "", c10::BFloat16, float) {
-  simt::for_each_schedule([] {
-    INFO(simt::schedule().name());
-    for (const bool in_place : {false, true}) {
-      Options options;
-      options.in_place = in_place;
-      options.padding = in_place ? 0 : 6;
-      run_and_check<TestType, FewLanes>(70, 127, 1, options);
-      run_and_check<TestType, WarpTeam>(35, 531, 1, options);
-      run_and_check<TestType, BlockTeam>(5, 2501, 3, options);
-      run_and_check<TestType, WideTeam>(5, 5003, 3, options);
-    }
-  });
 }

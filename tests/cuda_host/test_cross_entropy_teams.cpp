@@ -11,6 +11,7 @@
 using ampfuse::DeviceRoom;
 using ampfuse::kMostStaticShared;
 using ampfuse::RowWork;
+using c10::BFloat16;
 
 namespace {
 
@@ -19,70 +20,83 @@ const DeviceRoom kA100 = {108, 164 * kKiB, 163 * kKiB, 40 * kKiB * kKiB, 0};
 const DeviceRoom kH200 = {132, 228 * kKiB, 227 * kKiB, 50 * kKiB * kKiB, 31};
 const DeviceRoom kL4 = {58, 100 * kKiB, 99 * kKiB, 48 * kKiB * kKiB, 0};
 
-// Returns the size of the team that processes rows.
+struct Chosen {
+  RowWork work;
+  int size;  // threads
+  int teams;
+  bool is_cluster;
+  int blocks_per_multiprocessor;
+  bool l2_holds_rest;
+  ampfuse::RowLaunch launch;
+  int64_t most_held = 0;  // classes
+};
+
+// Returns what is chosen for rows of a loss.
 template <typename scalar_t>
-int team_size(const DeviceRoom& room, int64_t classes, bool plain) {
-  int size = 0;
+Chosen chosen(const DeviceRoom& room, int64_t classes, bool plain, int64_t rows = 10000) {
+  Chosen it = {};
   ampfuse::for_forward_rows<scalar_t>(room, classes, plain, [&]<typename Team, RowWork kWork>() {
-    CHECK((kWork != RowWork::kGeneral) == plain);
+    const ampfuse::TeamRoom<scalar_t, Team, kWork> team_room{room};
+    it = {.work = kWork,
+          .size = Team::kSize,
+          .teams = Team::kTeams,
+          .is_cluster = Team::kMostBlocks > 1,
+          .blocks_per_multiprocessor = ampfuse::kRowBlocks<kWork, scalar_t, Team>,
+          .l2_holds_rest = team_room.l2_holds_rest(classes * int64_t(sizeof(scalar_t))),
+          .launch = ampfuse::row_launch<scalar_t, Team, kWork>(room, rows, classes, true)};
     if constexpr (kWork == RowWork::kHeld) {
-      CHECK(classes <= ampfuse::HeldRow<scalar_t, Team>::kMostClasses);
+      it.most_held = ampfuse::HeldRow<scalar_t, Team>::kMostClasses;
     }
-    size = Team::kSize;
   });
-  return size;
+  return it;
 }
 
 }  // namespace
 
 TEST_CASE("longer rows have larger teams") {
-  using c10::BFloat16;
-  CHECK(team_size<BFloat16>(kH200, 128, false) == 32);
-  CHECK(team_size<BFloat16>(kH200, 4096, false) == 32);
-  CHECK(team_size<BFloat16>(kH200, 4097, false) == 256);
+  using Sizes = std::vector<std::pair<int64_t, int>>;
+  const auto check = []<typename scalar_t>(scalar_t, const DeviceRoom& room, bool plain,
+                                           const Sizes& sizes) {
+    for (const auto& [classes, size] : sizes) {
+      CAPTURE(classes, plain);
+      CHECK(chosen<scalar_t>(room, classes, plain).size == size);
+    }
+  };
   // A row of 64 KB fits in a third of shared memory.
-  CHECK(team_size<BFloat16>(kH200, 32000, false) == 256);
-  CHECK(team_size<BFloat16>(kH200, 50257, false) == 512);
+  check(BFloat16(), kH200, false,
+        {{128, 32}, {4096, 32}, {4097, 256}, {32000, 256}, {50257, 512}, {256000, 512}});
   // Each thread of a team that holds its row has at most 32 logits.
-  const std::pair<int, int> held[] = {{1, 8},      {256, 8},    {257, 32},   {1024, 32},
-                                      {1025, 64},  {2048, 64},  {2049, 128}, {4097, 256},
-                                      {8193, 512}, {16384, 512}};
-  for (const auto& [classes, size] : held) CHECK(team_size<BFloat16>(kH200, classes, true) == size);
-  CHECK(team_size<float>(kH200, 128, true) == 8);
-  CHECK(team_size<float>(kH200, 2048, true) == 32);
-  CHECK(team_size<float>(kH200, 2049, true) == 256);
+  check(BFloat16(), kH200, true,
+        {{1, 8},
+         {256, 8},
+         {257, 32},
+         {1024, 32},
+         {1025, 64},
+         {2048, 64},
+         {2049, 128},
+         {4097, 256},
+         {8193, 512},
+         {16384, 512},
+         {131073, 1024}});
+  check(0.0f, kH200, true, {{128, 8}, {2048, 32}, {2049, 256}, {50000, 512}, {64128, 1024}});
+  check(0.0, kH200, true, {{256000, 256}});
+  // 264 blocks that do not keep 85 KB each need 22 MB of the L2 cache; with 144 KB it is too much.
   DeviceRoom without_clusters = kH200;
   without_clusters.clusters = 0;
-  CHECK(team_size<BFloat16>(without_clusters, 16385, true) == 512);
-  CHECK(team_size<BFloat16>(without_clusters, 50257, true) == 512);
-  // 264 blocks that do not keep 85 KB each need 22 MB of the L2 cache; with 144 KB it is too much.
-  CHECK(team_size<BFloat16>(without_clusters, 100000, true) == 512);
-  CHECK(team_size<BFloat16>(without_clusters, 128256, true) == 1024);
-  CHECK(team_size<float>(kH200, 50000, true) == 512);
-  CHECK(team_size<float>(kH200, 64128, true) == 1024);
-  CHECK(team_size<BFloat16>(kH200, 131073, true) == 1024);
-  CHECK(team_size<BFloat16>(kH200, 256000, false) == 512);
-  CHECK(team_size<double>(kH200, 256000, true) == 256);
+  check(BFloat16(), without_clusters, true,
+        {{16385, 512}, {50257, 512}, {100000, 512}, {128256, 1024}});
 }
 
 TEST_CASE("clusters hold rows that are too long for one block, on GPUs that have clusters") {
-  using c10::BFloat16;
   const auto blocks_of_row = [](const DeviceRoom& room, int64_t rows, int64_t classes) {
-    std::pair<int, int> blocks = {0, 0};
-    ampfuse::for_plain_rows<BFloat16>(room, classes, [&]<typename Team, RowWork kWork>() {
-      if (Team::kMostBlocks == 1) return;
-      const auto launch =
-          ampfuse::row_launch<BFloat16, Team, kWork>(room, rows, classes, /*with_grad=*/true);
-      blocks = {launch.cluster, launch.blocks};
-    });
-    return blocks;
+    const Chosen it = chosen<BFloat16>(room, classes, /*plain=*/true, rows);
+    return it.is_cluster ? std::pair(it.launch.cluster, it.launch.blocks) : std::pair(0, 0);
   };
   const std::pair<int, int> no_cluster = {0, 0};
   CHECK(blocks_of_row(kH200, 10000, 16384) == no_cluster);
   CHECK(blocks_of_row(kH200, 10000, 16385) == std::pair(2, 62));
   CHECK(blocks_of_row(kH200, 10000, 32768) == std::pair(2, 62));
   CHECK(blocks_of_row(kH200, 10000, 50257) == std::pair(4, 124));
-  CHECK(blocks_of_row(kH200, 10000, 128256) == std::pair(8, 248));
   CHECK(blocks_of_row(kH200, 10000, 131072) == std::pair(8, 248));
   CHECK(blocks_of_row(kH200, 0, 131072) == std::pair(8, 8));
   CHECK(blocks_of_row(kH200, 10000, 131073) == no_cluster);
@@ -91,45 +105,45 @@ TEST_CASE("clusters hold rows that are too long for one block, on GPUs that have
 }
 
 TEST_CASE("a grid has no more blocks than a device holds at a time") {
-  using ampfuse::resident_blocks;
-  using c10::BFloat16;
-  using Block = ampfuse::BlockTeam<256>;
   constexpr int64_t kMany = 1000000;
-  CHECK(resident_blocks<BFloat16, Block, RowWork::kPlain>(132, kMany) == 4 * 132);
-  CHECK(resident_blocks<BFloat16, Block, RowWork::kGeneral>(132, kMany) == 3 * 132);
-  CHECK(resident_blocks<double, Block, RowWork::kGeneral>(132, kMany) == 2 * 132);
-  CHECK(resident_blocks<BFloat16, ampfuse::WarpTeam, RowWork::kGeneral>(132, kMany) == 3 * 132);
-  CHECK(resident_blocks<BFloat16, ampfuse::WarpTeam, RowWork::kGeneral>(132, 17) == 3);
-  CHECK(resident_blocks<BFloat16, Block, RowWork::kPlain>(132, 0) == 1);
+  CHECK(chosen<BFloat16>(kH200, 5000, true, kMany).launch.blocks == 4 * 132);
+  CHECK(chosen<BFloat16>(kH200, 5000, false, kMany).launch.blocks == 3 * 132);
+  CHECK(chosen<double>(kH200, 5000, false, kMany).launch.blocks == 2 * 132);
+  CHECK(chosen<BFloat16>(kH200, 500, false, kMany).launch.blocks == 3 * 132);
+  CHECK(chosen<BFloat16>(kH200, 500, false, 17).launch.blocks == 3);
+  CHECK(chosen<BFloat16>(kH200, 5000, true, 0).launch.blocks == 1);
 }
 
-TEMPLATE_TEST_CASE("teams keep no more than their blocks have room for", "", c10::BFloat16, float,
-                   double) {
+TEST_CASE("teams keep no more than their blocks have room for") {
+  const auto check = [](const DeviceRoom& room, int64_t classes, bool plain, int64_t item_size,
+                        const Chosen& it) {
+    CAPTURE(room.multiprocessors, classes, plain, item_size, it.size);
+    CHECK((it.work != RowWork::kGeneral) == plain);
+    const auto& [blocks, cluster, kept, shared] = it.launch;
+    const int resident = it.blocks_per_multiprocessor;
+    CHECK(kept % it.size == 0);
+    CHECK(shared == kept * it.teams * 16);
+    CHECK(shared + kMostStaticShared <= room.shared_per_block);
+    // The limit of every kernel is set to most_shared, for any need of this launch.
+    CHECK(shared <= ampfuse::most_shared(room.shared_per_block));
+    CHECK(resident * (shared + kMostStaticShared + kKiB) <= room.shared);
+    if (it.work == RowWork::kHeld) {
+      CHECK(classes <= it.most_held);
+      CHECK(kept * 8 * cluster >= classes);
+    }
+    CHECK(blocks % cluster == 0);
+    if (it.is_cluster) CHECK_FALSE(ampfuse::must_ask_for_shared(shared));
+    CHECK(blocks <= room.multiprocessors * resident);
+    // At most a whole row is kept.
+    CHECK((kept - it.size) * (16 / item_size) * cluster < classes);
+  };
   for (const DeviceRoom& room : {kA100, kH200, kL4}) {
-    for (const int64_t classes :
-         {1,    8,    100,  129,  256,   257,   1000,  1024,  1025,  2048,  2049,
-          4096, 4097, 8192, 8193, 10000, 16384, 16385, 32000, 50257, 300001}) {
+    for (const int64_t classes : {1, 100, 129, 256, 257, 1024, 1025, 2048, 2049, 4096, 4097, 8192,
+                                  8193, 16384, 16385, 32000, 50257, 300001}) {
       for (const bool plain : {false, true}) {
-        CAPTURE(room.multiprocessors, classes, plain, sizeof(TestType));
-        const auto check = [&]<typename Team, RowWork kWork>() {
-          constexpr int kBlocks = ampfuse::kRowBlocks<kWork, TestType, Team>;
-          const auto launch =
-              ampfuse::row_launch<TestType, Team, kWork>(room, 10000, classes, true);
-          CHECK(launch.kept % Team::kSize == 0);
-          CHECK(launch.shared == launch.kept * Team::kTeams * 16);
-          CHECK(launch.shared + kMostStaticShared <= room.shared_per_block);
-          // The limit of every kernel is set to most_shared, for any need of this launch.
-          CHECK(launch.shared <= ampfuse::most_shared(room.shared_per_block));
-          CHECK(kBlocks * (launch.shared + kMostStaticShared + kKiB) <= room.shared);
-          if (kWork == RowWork::kHeld) CHECK(launch.kept * 8 * launch.cluster >= classes);
-          CHECK(launch.blocks % launch.cluster == 0);
-          if (Team::kMostBlocks > 1) CHECK_FALSE(ampfuse::must_ask_for_shared(launch.shared));
-          CHECK(launch.blocks <= room.multiprocessors * kBlocks);
-          // At most a whole row is kept.
-          CHECK((launch.kept - Team::kSize) * int64_t(16 / sizeof(TestType)) * launch.cluster <
-                classes);
-        };
-        ampfuse::for_forward_rows<TestType>(room, classes, plain, check);
+        check(room, classes, plain, 2, chosen<BFloat16>(room, classes, plain));
+        check(room, classes, plain, 4, chosen<float>(room, classes, plain));
+        check(room, classes, plain, 8, chosen<double>(room, classes, plain));
       }
     }
   }
@@ -140,11 +154,8 @@ TEST_CASE("only the largest teams exceed the L2 cache with unkept parts of rows"
     for (int64_t classes = 1; classes < 1000000; classes += classes / 7 + 1) {
       for (const bool plain : {false, true}) {
         CAPTURE(room.multiprocessors, classes, plain);
-        const auto check = [&]<typename Team, RowWork kWork>() {
-          if (Team::kSize == (plain ? 1024 : 512)) return;
-          CHECK(ampfuse::TeamRoom<float, Team, kWork>{room}.l2_holds_rest(classes * 4));
-        };
-        ampfuse::for_forward_rows<float>(room, classes, plain, check);
+        const Chosen it = chosen<float>(room, classes, plain);
+        CHECK((it.l2_holds_rest || it.size == (plain ? 1024 : 512)));
       }
     }
   }
@@ -152,18 +163,15 @@ TEST_CASE("only the largest teams exceed the L2 cache with unkept parts of rows"
 
 TEST_CASE("static shared memory counts towards the 48 KiB that blocks always have") {
   // Eight warps have a row each and keep twelve packs per thread.
-  const auto launch =
-      ampfuse::row_launch<float, ampfuse::WarpTeam, RowWork::kPlain>(kH200, 9, 1536, true);
+  const auto launch = chosen<float>(kH200, 1536, /*plain=*/true).launch;
   CHECK(launch.shared == 48 * kKiB);
   CHECK(ampfuse::must_ask_for_shared(launch.shared));
   CHECK(ampfuse::must_ask_for_shared(48 * kKiB - kMostStaticShared + 1));
   CHECK_FALSE(ampfuse::must_ask_for_shared(48 * kKiB - kMostStaticShared));
-}
-
-TEST_CASE("no pack of a row is kept without a second pass") {
-  const auto launch =
+  // No pack of a row is kept without a second pass.
+  const auto without_grad =
       ampfuse::row_launch<float, ampfuse::WarpTeam, RowWork::kPlain>(kH200, 0, 9, false);
-  CHECK(launch.kept == 0);
-  CHECK(launch.shared == 0);
-  CHECK(launch.blocks == 1);
+  CHECK(without_grad.kept == 0);
+  CHECK(without_grad.shared == 0);
+  CHECK(without_grad.blocks == 1);
 }

@@ -13,12 +13,14 @@ using ampfuse::TableChunk;
 
 // Six columns, as fused_adam has, and small chunks.
 using Table = ampfuse::TensorTable<6, 16>;
+using Wide = ampfuse::TensorTable<1, 8192>;
 
-// Finds all chunks of a list through tables and returns the number of elements of each tensor.
-std::vector<int64_t> elements_found(const std::vector<int64_t>& sizes, int& tables) {
+// Checks that the tables of a list have each of its elements in exactly one chunk, and returns
+// their number.
+int tables_of(const std::vector<int64_t>& sizes) {
   std::vector<int64_t> found(sizes.size(), 0);
   std::vector<int64_t> next(sizes.size(), 0);  // expected offset of a tensor's next chunk
-  tables = 0;
+  int tables = 0;
   auto builder = ampfuse::build_tables<Table>([&](const Table& table) {
     ++tables;
     for (uint32_t c = 0; c < table.chunks(); ++c) {
@@ -34,7 +36,8 @@ std::vector<int64_t> elements_found(const std::vector<int64_t>& sizes, int& tabl
     builder.add({name, name, name, name, name, name}, sizes[t]);
   }
   builder.flush();
-  return found;
+  CHECK(found == sizes);
+  return tables;
 }
 
 __global__ void count_chunks_kernel(const __grid_constant__ Table table, int* visits) {
@@ -51,48 +54,30 @@ __global__ void add_one_kernel(uint16_t* data, int size) {
 }  // namespace
 
 TEST_CASE("every element of a list is in exactly one chunk") {
-  const std::vector<int64_t> sizes = {0, 1, 15, 16, 17, 0, 0, 1000, 32, 0};
-  int tables = 0;
-  CHECK(elements_found(sizes, tables) == sizes);
-  CHECK(tables == 1);
+  CHECK(tables_of({0, 1, 15, 16, 17, 0, 0, 1000, 32, 0}) == 1);
+  CHECK(tables_of({}) == 0);
 }
 
 TEST_CASE("a table with six columns holds 600 tensors and fits in kernel arguments") {
   STATIC_REQUIRE(Table::kCapacity >= 600);
   STATIC_REQUIRE(sizeof(Table) + ampfuse::kOtherArgumentBytes <= ampfuse::kMaxArgumentBytes);
-  int tables = 0;
-  const std::vector<int64_t> sizes(600, 20);
-  CHECK(elements_found(sizes, tables) == sizes);
-  CHECK(tables == 1);
-}
-
-TEST_CASE("a list longer than a table takes several tables") {
-  const std::vector<int64_t> sizes(2 * Table::kCapacity + 1, 3);
-  int tables = 0;
-  CHECK(elements_found(sizes, tables) == sizes);
-  CHECK(tables == 3);
-}
-
-TEST_CASE("a list without tensors builds no table") {
-  int tables = 0;
-  CHECK(elements_found({}, tables).empty());
-  CHECK(tables == 0);
+  CHECK(tables_of(std::vector<int64_t>(600, 20)) == 1);
+  CHECK(tables_of(std::vector<int64_t>(2 * Table::kCapacity + 1, 3)) == 3);
 }
 
 TEST_CASE("offsets of tensors beyond 2^31 elements do not wrap") {
-  using Wide = ampfuse::TensorTable<1, 8192>;
-  const int64_t size = (int64_t{1} << 33) + 5;
-  auto builder = ampfuse::build_tables<Wide>([&](const Wide& table) {
+  auto builder = ampfuse::build_tables<Wide>([](const Wide& table) {
     const TableChunk last = ampfuse::find_chunk(table, table.chunks() - 1);
     CHECK(last.number * Wide::kChunk == int64_t{1} << 33);
     CHECK(last.size == 5);
+    const auto address = reinterpret_cast<uintptr_t>(ampfuse::chunk_data<double>(table, 0, last));
+    CHECK(address == (uintptr_t{1} << 36) + 16);
   });
-  builder.add({nullptr}, size);
+  builder.add({reinterpret_cast<void*>(16)}, (int64_t{1} << 33) + 5);
   builder.flush();
 }
 
 TEST_CASE("chunks beyond the 32-bit count of a table go to another table") {
-  using Wide = ampfuse::TensorTable<1, 8192>;
   const int64_t half = (int64_t{1} << 31) * 8192;
   std::vector<uint32_t> chunks;
   auto builder =

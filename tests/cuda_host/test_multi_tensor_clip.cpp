@@ -3,7 +3,6 @@
 #include "cuda/multi_tensor_clip.cuh"
 
 #include <cmath>
-#include <limits>
 
 #include "catch.h"
 #include "tensor_lists.h"
@@ -12,26 +11,31 @@ using ampfuse::ElementwiseTable;
 
 namespace {
 
+// Returns the number of launches.
 template <typename T, typename norm_t>
-void clip_on_host(const std::vector<FakeTensor<T>>& tensors, norm_t total_norm, double max_norm) {
+int clip_on_host(const std::vector<FakeTensor<T>>& tensors, norm_t total_norm, double max_norm) {
+  int launches = 0;
   auto builder = ampfuse::build_tables<ElementwiseTable>([&](const ElementwiseTable& table) {
     simt::launch(ampfuse::multi_tensor_clip_kernel<T, norm_t>, 2, ampfuse::kThreads, 0, table,
                  &total_norm, max_norm);
+    ++launches;
   });
   for (const auto& tensor : tensors) builder.add({tensor.data()}, tensor.size);
   builder.flush();
+  return launches;
 }
 
 template <typename T>
-bool all_equal(const std::vector<FakeTensor<T>>& a, const std::vector<FakeTensor<T>>& b,
-               float factor) {
-  for (size_t t = 0; t < a.size(); ++t) {
-    for (int64_t i = 0; i < a[t].size; ++i) {
-      const float expected = static_cast<float>(b[t].data()[i]) * factor;
-      if (a[t].data()[i] != static_cast<T>(expected)) return false;
+void check_scaled(const std::vector<FakeTensor<T>>& tensors,
+                  const std::vector<FakeTensor<T>>& before, float factor) {
+  int misses = 0;
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    for (int64_t i = 0; i < tensors[t].size; ++i) {
+      const float expected = static_cast<float>(before[t].data()[i]) * factor;
+      misses += tensors[t].data()[i] != static_cast<T>(expected);
     }
   }
-  return true;
+  CHECK(misses == 0);
 }
 
 }  // namespace
@@ -41,48 +45,30 @@ TEMPLATE_TEST_CASE("gradients with a norm above max_norm are scaled down to max_
   simt::for_each_schedule([] {
     const auto tensors = boundary_tensors<TestType>();
     clip_on_host(tensors, 8.0, 2.0);
-    const auto factor = static_cast<float>(2.0 / (8.0 + 1e-6));
-    CHECK(all_equal(tensors, boundary_tensors<TestType>(), factor));
+    check_scaled(tensors, boundary_tensors<TestType>(), static_cast<float>(2.0 / (8.0 + 1e-6)));
   });
 }
 
-TEST_CASE("gradients with a norm below max_norm are not changed") {
+TEST_CASE("gradients with a norm below max_norm are not changed, and a NaN norm makes them NaN") {
   const auto tensors = boundary_tensors<float>();
   tensors[4].data()[3] = std::nanf("");
   clip_on_host(tensors, 1.0f, 2.0);
   CHECK(std::isnan(tensors[4].data()[3]));
   tensors[4].data()[3] = boundary_tensors<float>()[4].data()[3];
-  CHECK(all_equal(tensors, boundary_tensors<float>(), 1.0f));
+  check_scaled(tensors, boundary_tensors<float>(), 1);
+  clip_on_host(tensors, std::nanf(""), 2.0);
+  CHECK(std::isnan(tensors[17].data()[0]));
 }
 
 TEST_CASE("all tensors of a list longer than a table are scaled") {
-  std::vector<FakeTensor<float>> tensors;
-  for (int t = 0; t < ElementwiseTable::kCapacity + 5; ++t) {
-    tensors.push_back(random_tensor<float>(1 + t % 3, 0, t));
-  }
-  int launches = 0;
-  const float norm = 2.0f;
-  auto builder = ampfuse::build_tables<ElementwiseTable>([&](const ElementwiseTable& table) {
-    simt::launch(ampfuse::multi_tensor_clip_kernel<float, float>, 2, ampfuse::kThreads, 0, table,
-                 &norm, 1.0);
-    ++launches;
-  });
-  for (const auto& tensor : tensors) builder.add({tensor.data()}, tensor.size);
-  builder.flush();
-  CHECK(launches == 2);
-  const auto factor = static_cast<float>(1.0 / (2.0 + 1e-6));
-  bool equal = true;
-  for (int t = 0; t < ElementwiseTable::kCapacity + 5; ++t) {
-    const auto before = random_tensor<float>(1 + t % 3, 0, t);
-    for (int i = 0; i < before.size; ++i) {
-      equal = equal && tensors[t].data()[i] == before.data()[i] * factor;
+  const auto many = [] {
+    std::vector<FakeTensor<float>> tensors;
+    for (int t = 0; t < ElementwiseTable::kCapacity + 5; ++t) {
+      tensors.push_back(random_tensor<float>(1 + t % 3, 0, t));
     }
-  }
-  CHECK(equal);
-}
-
-TEST_CASE("a NaN norm makes gradients NaN") {
-  const auto tensors = boundary_tensors<float>();
-  clip_on_host(tensors, std::nanf(""), 2.0);
-  CHECK(std::isnan(tensors[17].data()[0]));
+    return tensors;
+  };
+  const auto tensors = many();
+  CHECK(clip_on_host(tensors, 2.0f, 1.0) == 2);
+  check_scaled(tensors, many(), static_cast<float>(1.0 / (2.0 + 1e-6)));
 }

@@ -105,16 +105,16 @@ def configure() -> None:
     (COPY / ".venv").symlink_to(ROOT / ".venv")
 
 
+def ctests(wanted: str) -> list[str]:
+    """Return the names of ctest's tests whose stems are in `wanted`; they are those of targets."""
+    stems = tuple(word for word in wanted.split() if not word.startswith("tests/"))
+    names = re.findall(r": (test_\w+)$", must("ctest", "--test-dir", BUILD, "-N"), re.MULTILINE)
+    return [name for name in names if stems and name.startswith(stems)]
+
+
 def build(wanted: str) -> str | None:
     """Compile the library and the C++ tests in `wanted`; return the error, if there is one."""
-    stems = [word for word in wanted.split() if not word.startswith("tests/")]
-    targets = [
-        f"{stem}_{kind}" for stem in stems if stem != "test_cpp" for kind in ("asan", "tsan")
-    ]
-    if "tests/" in wanted:
-        targets += LIBRARY
-    if "test_cpp" in stems:
-        targets += ["test_cpp"]
+    targets = [*ctests(wanted), *(LIBRARY if "tests/" in wanted else [])]
     done = run("cmake", "--build", BUILD, "--target", *targets)
     if done.returncode != 0:
         return done.stdout[-3000:]
@@ -126,12 +126,11 @@ def build(wanted: str) -> str | None:
 def failures(wanted: str, most: int) -> set[str]:
     """Run tests, and return the names of those that fail."""
     words = wanted.split()
-    stems = [word for word in words if not word.startswith("tests/")]
     folders = [word for word in words if word.startswith("tests/")]
     failed: set[str] = set()
-    if stems:
-        names = "|".join(f"^{stem}(_asan|_tsan)?$" for stem in stems)
-        done = run("ctest", "--test-dir", BUILD, "-R", names, "--no-tests=error", "-j", "2")
+    if names := ctests(wanted):
+        chosen = f"^({'|'.join(names)})$"
+        done = run("ctest", "--test-dir", BUILD, "-R", chosen, "--no-tests=error", "-j", "2")
         failed |= {f"ctest: {name}" for name in re.findall(r"- (test_\w+) \(", done.stdout)}
         if done.returncode != 0 and not failed:
             failed.add(f"ctest: {done.stdout[-300:]}")

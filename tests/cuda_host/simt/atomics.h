@@ -15,9 +15,6 @@
 
 namespace simt {
 
-template <class T, class... Types>
-concept one_of = (std::same_as<T, Types> || ...);
-
 // Sets *address = update(*address) and returns the old value.
 template <class T, class Update>
 T atomic_update(T* address, Update update) {
@@ -34,18 +31,14 @@ T atomic_update(T* address, Update update) {
 
 // The pointer determines the type, and the operand is converted to it, as in CUDA.
 
-template <simt::one_of<int, unsigned, unsigned long long, float, double> T>
+template <std::integral T>
+  requires(sizeof(T) == 4)
 T atomicAdd(T* address, std::type_identity_t<T> value) {
   return simt::atomic_update(address, [=](T old) { return old + value; });
 }
 
-template <simt::one_of<int, unsigned, unsigned long long, float> T>
-T atomicExch(T* address, std::type_identity_t<T> value) {
-  return simt::atomic_update(address, [=](T) { return value; });
-}
-
-inline unsigned atomicInc(unsigned* address, unsigned limit) {
-  return simt::atomic_update(address, [=](unsigned old) { return old >= limit ? 0 : old + 1; });
+inline float atomicExch(float* address, float value) {
+  return simt::atomic_update(address, [=](float) { return value; });
 }
 
 inline void __threadfence() {

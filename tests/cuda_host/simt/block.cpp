@@ -6,22 +6,19 @@ namespace simt::runtime {
 
 Block* current = nullptr;
 
-Block::Block(const Launch& launch, Cluster& cluster, uint3 index, std::deque<Fiber>& pool,
+Block::Block(const Launch& launch, Cluster& cluster, unsigned index, std::deque<Fiber>& pool,
              std::size_t first, Random& random)
     : launch_(launch),
       cluster_(cluster),
       index_(index),
-      ready_(launch.schedule.order, static_cast<unsigned>(launch.block.count()), random),
+      ready_(launch.schedule.order, launch.block, random),
       shared_(launch.dynamic_shared_bytes) {
-  const auto [x, y, z] = launch.block;
-  const unsigned count = x * y * z;
-  threads_.reserve(count);
-  for (unsigned i = 0; i < count; ++i) {
-    const uint3 thread = {i % x, i / x % y, i / (x * y)};
+  threads_.reserve(launch.block);
+  for (unsigned i = 0; i < launch.block; ++i) {
     Fiber& fiber = pool[(first + i) % pool.size()];
     if (kTsan)
-      fiber.set_name(("block " + to_string(index) + " thread " + to_string(thread)).c_str());
-    threads_.push_back({.fiber = &fiber, .index = thread});
+      fiber.set_name(("block " + std::to_string(index) + " thread " + std::to_string(i)).c_str());
+    threads_.push_back({.fiber = &fiber});
     ready_.insert(i);
   }
 }
@@ -29,9 +26,9 @@ Block::Block(const Launch& launch, Cluster& cluster, uint3 index, std::deque<Fib
 void Block::run(Fiber& host) {
   host_ = &host;
   current = this;
-  block_index = index_;
-  block_dim = launch_.block;
-  grid_dim = launch_.grid;
+  block_index = {index_};
+  block_dim = {launch_.block};
+  grid_dim = {launch_.grid};
   cluster_dim = launch_.cluster;
   activate(ready_.take());
   host.switch_to(*running().fiber);
@@ -52,14 +49,13 @@ void Block::run_thread() {
   }
   running().state = Thread::State::exited;
   ++exited_;
-  if (running().barriers > 0) ++exited_late_;
   open_barrier_if_complete();
   hand_over(/*finished=*/true);
 }
 
 void Block::activate(unsigned thread) {
   running_ = thread;
-  thread_index = threads_[thread].index;
+  thread_index = {thread};
 }
 
 void Block::hand_over(bool finished) {
@@ -105,7 +101,7 @@ void Block::wake_in_cluster(const void* inbox, std::vector<Fiber*>& met) {
 
 void Block::fail(const std::string& what) {
   if (failure_) return;
-  failure_ = std::make_exception_ptr(Error("simt: block " + to_string(index_) + " of " +
+  failure_ = std::make_exception_ptr(Error("simt: block " + std::to_string(index_) + " of " +
                                            std::to_string(threads_.size()) + " threads, schedule " +
                                            launch_.schedule.name() + ": " + what));
 }

@@ -6,22 +6,50 @@
 
 #include <deque>
 #include <exception>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "simt/fiber.h"
 #include "simt/launch.h"
 #include "simt/ready_set.h"
 #include "simt/shared_memory.h"
-#include "simt/thread.h"
 
 namespace simt::runtime {
 
 class Cluster;
 
+// One CUDA thread of the running block, and the call in which it waits.
+struct Thread {
+  enum class State { ready, at_barrier, in_warp, in_cluster, exited };
+
+  Fiber* fiber;
+  State state = State::ready;
+  bool fenced = false;
+
+  // The call in which the thread waits, unless it is ready or has exited. For a warp operation also
+  // its operands and result.
+  const char* call = nullptr;
+  Site where = {};
+  unsigned mask = 0;
+  int source = 0;
+  std::uint64_t value = 0;
+  const void* inbox = nullptr;  // in wait_for_bytes
+};
+
+bool same_line(const Site&, const Site&);
+
+std::string to_string(const Site&);  // file:line
+std::string hexadecimal(unsigned);   // 0x0000ffff
+
+// Describes the state of all threads for a report: a line per group of lanes of a warp.
+std::string describe(std::span<const Thread>);
+
 class Block {
  public:
   // Threads run on pool[first], pool[first + 1] and so on, wrapping around at the end of the pool.
-  Block(const Launch&, Cluster&, uint3 index, std::deque<Fiber>& pool, std::size_t first, Random&);
+  Block(const Launch&, Cluster&, unsigned index, std::deque<Fiber>& pool, std::size_t first,
+        Random&);
 
   // The function that every fiber of the pool runs.
   static void fiber_main();
@@ -63,7 +91,7 @@ class Block {
 
   const Launch& launch_;
   Cluster& cluster_;
-  uint3 index_;
+  unsigned index_;
   std::vector<Thread> threads_;
   ReadySet ready_;
   SharedMemory shared_;
@@ -72,8 +100,7 @@ class Block {
 
   unsigned running_ = 0;
   unsigned exited_ = 0;
-  unsigned exited_late_ = 0;  // threads that exited after their first barrier
-  unsigned in_cluster_ = 0;   // threads that wait for others of the cluster
+  unsigned in_cluster_ = 0;  // threads that wait for others of the cluster
 
   unsigned lanes_waiting_[kMaxThreads / warpSize] = {};  // lanes in a warp operation
 

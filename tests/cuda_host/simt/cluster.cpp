@@ -18,12 +18,11 @@ InboxState state_of(void* inbox) {
 
 }  // namespace
 
-Cluster::Cluster(const Launch& launch, uint3 first_block, std::deque<Fiber>& pool,
+Cluster::Cluster(const Launch& launch, unsigned first_block, std::deque<Fiber>& pool,
                  std::size_t first_fiber, Random& random)
     : launch_(launch), random_(random) {
   for (unsigned rank = 0; rank < launch.cluster; ++rank) {
-    const uint3 index = {first_block.x + rank, first_block.y, first_block.z};
-    blocks_.emplace_back(launch, *this, index, pool, first_fiber + rank * launch.block.count(),
+    blocks_.emplace_back(launch, *this, first_block + rank, pool, first_fiber + rank * launch.block,
                          random);
   }
 }
@@ -46,7 +45,7 @@ void Cluster::run(Fiber& host) {
 }
 
 void Cluster::sync(const Site& where) {
-  if (++waiting_ < blocks_.size() * launch_.block.count()) {
+  if (++waiting_ < blocks_.size() * launch_.block) {
     current->wait_in_cluster("sync_cluster", nullptr, where);
     return;
   }
@@ -54,7 +53,7 @@ void Cluster::sync(const Site& where) {
   is_synchronised_ = true;
   std::vector<Fiber*> met = {current->running().fiber};
   for (Block& block : blocks_) block.wake_in_cluster(nullptr, met);
-  Fiber::synchronise(met);
+  met.front()->order(met, met);
 }
 
 void* Cluster::in_block(int rank, const void* shared, const Site& where) {

@@ -12,7 +12,7 @@ namespace simt::runtime {
 class Cluster {
  public:
   // Threads run on pool[first_fiber], pool[first_fiber + 1] and so on, as those of a Block.
-  Cluster(const Launch&, uint3 first_block, std::deque<Fiber>& pool, std::size_t first_fiber,
+  Cluster(const Launch&, unsigned first_block, std::deque<Fiber>& pool, std::size_t first_fiber,
           Random&);
 
   // Runs all blocks to their end. If a thread fails, throws its error and abandons all others.

@@ -19,24 +19,22 @@ void Block::barrier(const Site& where) {
   hand_over();
 }
 
-// A barrier does not wait for threads that have exited, as on Volta and later, so threads without
-// work may return early. However, a thread that took part in one barrier and is missing at the next
-// has left in the middle of the block's common work, most often because the trip count of a loop
-// differs between threads. The hardware accepts that and pairs the barriers wrongly.
+// On Volta and later, a barrier does not wait for threads that have exited. A thread that is
+// missing has most often left in the middle of the block's common work, because the trip count of a
+// loop differs between threads. The hardware accepts that and pairs the barriers wrongly.
 void Block::open_barrier_if_complete() {
   if (waiting_ == 0 || waiting_ + exited_ < threads_.size()) return;
-  if (exited_late_ > 0)
+  if (exited_ > 0)
     fail("divergent barrier: " + std::to_string(waiting_) + " threads wait, " +
-         std::to_string(exited_late_) + " exited after an earlier barrier" + describe(threads_));
+         std::to_string(exited_) + " exited" + describe(threads_));
   std::vector<Fiber*> met;
   met.reserve(waiting_);
   for (Thread& thread : threads_) {
     if (thread.state != Thread::State::at_barrier) continue;
-    ++thread.barriers;
     met.push_back(thread.fiber);
     wake(thread);
   }
-  Fiber::synchronise(met);
+  met.front()->order(met, met);
   waiting_ = 0;
 }
 
@@ -51,7 +49,7 @@ std::uint64_t Block::warp_collective(const WarpCall& call) {
   };
   if (!named(lane()))
     refuse(" is not in");
-  else if (call.source != kBallot && !named(static_cast<unsigned>(call.source)))
+  else if (call.source != kAny && !named(static_cast<unsigned>(call.source)))
     refuse(" reads lane " + std::to_string(call.source) + ", which is not in");
   if (failure_) leave();
 
@@ -82,7 +80,7 @@ void Block::deliver(unsigned warp, const WarpCall& call) {
   std::uint64_t sent[warpSize];
   Fiber* met[warpSize];
   unsigned count = 0;
-  std::uint64_t ballot = 0;
+  bool is_any = false;
   const auto for_each_lane = [&](auto&& body) {
     for (unsigned lanes = call.mask; lanes != 0; lanes &= lanes - 1) {
       const int lane = std::countr_zero(lanes);
@@ -91,12 +89,12 @@ void Block::deliver(unsigned warp, const WarpCall& call) {
   };
   for_each_lane([&](int lane, Thread& thread) {
     sent[lane] = thread.value;
-    ballot |= std::uint64_t{thread.value != 0} << lane;
+    is_any = is_any || thread.value != 0;
     met[count++] = thread.fiber;
   });
-  if (call.orders_memory) Fiber::synchronise({met, count});
+  if (call.orders_memory) met[0]->order({met, count}, {met, count});
   for_each_lane([&](int, Thread& thread) {
-    thread.value = thread.source == kBallot ? ballot : sent[thread.source];
+    thread.value = thread.source == kAny ? is_any : sent[thread.source];
     wake(thread);
   });
   lanes_waiting_[warp] &= ~call.mask;

@@ -106,19 +106,18 @@ void Fiber::set_name(const char* name) {
   if constexpr (kTsan) __tsan_set_fiber_name(tsan_, name);
 }
 
-void Fiber::synchronise(std::span<Fiber* const> fibers) {
+void Fiber::order(std::span<Fiber* const> before, std::span<Fiber* const> after) {
   if constexpr (kTsan) {
     void* const self = __tsan_get_current_fiber();
-    // The edge uses the address of one of the fibers. That fiber already knows everything that
-    // earlier calls released there, so no order arises between fibers that never met.
-    void* const edge = fibers.front();
-    for (Fiber* fiber : fibers) {
+    // The edge uses the address of this fiber. It already knows everything that earlier calls
+    // released there, so no order arises between fibers that never met.
+    for (Fiber* fiber : before) {
       become(fiber->tsan_);
-      __tsan_release(edge);
+      __tsan_release(this);
     }
-    for (Fiber* fiber : fibers) {
+    for (Fiber* fiber : after) {
       become(fiber->tsan_);
-      __tsan_acquire(edge);
+      __tsan_acquire(this);
     }
     become(self);
   }

@@ -23,9 +23,11 @@ class Fiber {
   // Sets the name of this fiber in ThreadSanitizer's reports.
   void set_name(const char* name);
 
-  // For ThreadSanitizer, makes everything that any of `fibers` did so far happen before everything
-  // that any of them does next. They may be suspended. Switching alone orders nothing.
-  static void synchronise(std::span<Fiber* const> fibers);
+  // For ThreadSanitizer, makes everything that any fiber of `before` did so far happen before
+  // everything that any of `after` does next. They may be suspended. Switching alone orders
+  // nothing. This fiber must know what all of `before` know after the call, so it is one of
+  // `after`, or the only one of `before`.
+  void order(std::span<Fiber* const> before, std::span<Fiber* const> after);
 
  private:
   void start();

@@ -1,4 +1,5 @@
-// Device functions that need no scheduler.
+// Device functions that need no scheduler, and those that csrc/cuda/early_start.cuh defines for
+// GPUs.
 #pragma once
 
 #include <algorithm>
@@ -27,3 +28,11 @@ template <std::integral T, std::integral U, class Result = decltype(T{} + U{})>
 constexpr Result max(T a, U b) {
   return std::max<Result>(a, b);
 }
+
+namespace ampfuse {
+
+// Here a launch begins when the one before it has ended.
+inline void let_next_kernel_start() {}
+inline void wait_for_kernel_before() {}
+
+}  // namespace ampfuse

@@ -10,9 +10,6 @@
 
 // Vector types have CUDA's sizes and alignments: a misaligned access is undefined here as in CUDA,
 // and UBSan reports it.
-struct uint3 {
-  unsigned x, y, z;
-};
 struct alignas(16) float4 {
   float x, y, z, w;
 };
@@ -23,21 +20,18 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
-struct dim3 {
-  constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
-  constexpr unsigned long long count() const { return 1ull * x * y * z; }
-  unsigned x, y, z;
-};
-
 namespace simt::runtime {
+// No kernel has a grid or block of more than one dimension.
+struct Dimensions {
+  unsigned x;
+};
 // Indices and sizes of the running CUDA thread; the scheduler writes them at each switch.
-inline uint3 thread_index, block_index;
-inline dim3 block_dim, grid_dim;
+inline Dimensions thread_index, block_index, block_dim, grid_dim;
 inline unsigned cluster_dim = 1;
 }  // namespace simt::runtime
 
-inline const uint3& threadIdx = simt::runtime::thread_index;
-inline const uint3& blockIdx = simt::runtime::block_index;
-inline const dim3& blockDim = simt::runtime::block_dim;
-inline const dim3& gridDim = simt::runtime::grid_dim;
-inline constexpr int warpSize = 32;
+inline const auto& threadIdx = simt::runtime::thread_index;
+inline const auto& blockIdx = simt::runtime::block_index;
+inline const auto& blockDim = simt::runtime::block_dim;
+inline const auto& gridDim = simt::runtime::grid_dim;
+inline constexpr unsigned warpSize = 32;

@@ -81,7 +81,7 @@ SIMT_UNSEEN_COPY void call(void (*kernel)(Parameters...),
 
 // Launches as below, with clusters of `cluster` blocks.
 template <class... Parameters, class... Arguments>
-void launch_clusters(void (*kernel)(Parameters...), dim3 grid, unsigned cluster, dim3 block,
+void launch_clusters(void (*kernel)(Parameters...), unsigned grid, unsigned cluster, unsigned block,
                      std::size_t dynamic_shared_bytes, const Arguments&... arguments) {
   static_assert(sizeof...(Parameters) == sizeof...(Arguments), "wrong number of kernel arguments");
   static_assert((std::is_trivially_copyable_v<Parameters> && ...),
@@ -101,8 +101,8 @@ void launch_clusters(void (*kernel)(Parameters...), dim3 grid, unsigned cluster,
 
 // Runs kernel<<<grid, block, dynamic_shared_bytes>>>(arguments...) and waits for it.
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t dynamic_shared_bytes,
-            const Arguments&... arguments) {
+void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block,
+            std::size_t dynamic_shared_bytes, const Arguments&... arguments) {
   launch_clusters(kernel, grid, 1, block, dynamic_shared_bytes, arguments...);
 }
 

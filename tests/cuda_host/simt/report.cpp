@@ -3,8 +3,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "simt/launch.h"
-#include "simt/thread.h"
+#include "simt/block.h"
 
 namespace simt {
 
@@ -18,8 +17,7 @@ namespace {
 
 std::string doing(const Thread& thread) {
   if (thread.state == Thread::State::ready) return "can run";
-  if (thread.state == Thread::State::exited)
-    return "exited, barriers passed: " + std::to_string(thread.barriers);
+  if (thread.state == Thread::State::exited) return "exited";
   std::string text = std::string("wait in ") + thread.call;
   if (thread.state == Thread::State::in_warp) text += ", mask " + hexadecimal(thread.mask);
   return text + ", " + to_string(thread.where);
@@ -36,26 +34,9 @@ std::string to_string(const Site& site) {
   return std::string(site.file_name()) + ":" + std::to_string(site.line());
 }
 
-std::string to_string(uint3 v) {
-  return "(" + std::to_string(v.x) + "," + std::to_string(v.y) + "," + std::to_string(v.z) + ")";
-}
-
 std::string hexadecimal(unsigned value) {
   char text[11];
   std::snprintf(text, sizeof text, "0x%08x", value);
-  return text;
-}
-
-std::string lane_ranges(unsigned mask) {
-  std::string text;
-  for (std::uint64_t rest = mask; rest != 0;) {
-    const int first = std::countr_zero(rest);
-    const int count = std::countr_one(rest >> first);
-    if (!text.empty()) text += ",";
-    text += std::to_string(first);
-    if (count > 1) text += "-" + std::to_string(first + count - 1);
-    rest &= ~(((std::uint64_t{1} << count) - 1) << first);
-  }
   return text;
 }
 
@@ -72,11 +53,11 @@ std::string describe(std::span<const Thread> threads) {
       for (std::size_t j = i; j < warp.size(); ++j)
         if (seen[j] == seen[i]) lanes |= 1u << j;
       told |= lanes;
-      text += "\n  warp " + std::to_string(base / warpSize) + ", lanes " + lane_ranges(lanes) +
+      text += "\n  warp " + std::to_string(base / warpSize) + ", lanes " + hexadecimal(lanes) +
               " (" + std::to_string(std::popcount(lanes)) + "): " + seen[i];
       const unsigned absent = warp[i].mask & ~lanes;
       if (warp[i].state == Thread::State::in_warp && absent != 0)
-        text += ", for lanes " + lane_ranges(absent);
+        text += ", for lanes " + hexadecimal(absent);
     }
   }
   return text;

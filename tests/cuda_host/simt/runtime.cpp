@@ -77,7 +77,7 @@ void after_atomic(const void* address) {
 
 void fault(const char* what, const Site& where) {
   block().fail(std::string(what) + ", " + to_string(where) + ", lane " +
-               std::to_string(block().lane()) + ", thread " + to_string(thread_index));
+               std::to_string(block().lane()) + ", thread " + std::to_string(thread_index.x));
   block().leave();
 }
 

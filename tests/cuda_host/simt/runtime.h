@@ -24,9 +24,9 @@ struct Kernel {
 
 struct Launch {
   Kernel kernel;
-  dim3 grid;
-  unsigned cluster;  // blocks of a cluster, which are neighbours in x
-  dim3 block;
+  unsigned grid;     // blocks
+  unsigned cluster;  // blocks of a cluster, which are neighbours
+  unsigned block;    // threads
   std::size_t dynamic_shared_bytes;
   const Schedule& schedule;
 };
@@ -45,11 +45,11 @@ struct WarpCall {
   const char* name;
   unsigned mask;
   std::uint64_t value;
-  int source;  // the lane whose value is returned, or kBallot
+  int source;  // the lane whose value is returned, or kAny
   bool orders_memory;
   Site where;
 };
-inline constexpr int kBallot = -1;  // returns one bit per lane: 1 if its value is non-zero
+inline constexpr int kAny = -1;  // returns 1 if the value of any lane is not 0
 std::uint64_t warp_collective(const WarpCall&);
 
 // Returns the block's array of the declaration `key`, creating it at its first use.

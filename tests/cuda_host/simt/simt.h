@@ -24,6 +24,9 @@
 // memory with NaNs. simt::launch throws the runtime's error, or an exception from the kernel; the
 // frames of the other threads are then dropped without unwinding.
 //
+// The runtime has the device functions that kernels call, and grids of one dimension. Add what a
+// new kernel needs.
+//
 // The runtime cannot show speed, occupancy, spills, real contention, memory-ordering effects,
 // progress of blocks that wait for each other, approximate arithmetic, or the effects of a launch
 // on a device. It finds races only between accesses that happened: a branch that no schedule takes
@@ -32,7 +35,6 @@
 
 #include "simt/atomics.h"
 #include "simt/cluster_operations.h"
-#include "simt/early_start.h"
 #include "simt/intrinsics.h"
 #include "simt/keywords.h"
 #include "simt/launch.h"
