@@ -54,7 +54,8 @@ def tests_of(report: Path) -> Iterable[Test]:
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("skipped") is not None:
             continue
-        properties = {p.get("name"): float(p.get("value", 0)) for p in case.iter("property")}
+        # ctest's properties are its own: labels, and how a test is started.
+        properties = {entry.get("name"): entry.get("value", "0") for entry in case.iter("property")}
         name = case.get("name", "").partition("[")[0]
         file = case.get("classname", "").replace(".", "/") + ".py"
         yield Test(
@@ -63,7 +64,7 @@ def tests_of(report: Path) -> Iterable[Test]:
             name,
             float(case.get("time", 0)),
             int(properties.get("processes", 0)),
-            properties.get("compiling", 0.0),
+            float(properties.get("compiling", 0)),
         )
 
 

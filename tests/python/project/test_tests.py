@@ -53,20 +53,26 @@ REPORT = """
 <properties><property name="processes" value="2"/></properties></testcase>
 </testsuite></testsuites>
 """
+CTEST = """
+<testsuite name="(empty)" time="30"><testcase classname="test_cpp" name="test_cpp" time="5.2">
+<properties><property name="cmake_labels" value="cpp"/></properties></testcase></testsuite>
+"""
 
 
 def test_slow_files_and_the_budget_are_read_from_the_reports(tmp_path, monkeypatch, capsys):
     (tmp_path / "python.xml").write_text(REPORT)
+    (tmp_path / "ctest.xml").write_text(CTEST)
     flags = ["test_times.py", "--reports", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*flags, "--budget"])
     test_times.main()
     minutes, cases = test_times.budget()
-    expected = f"make test: 1.5 of {minutes:.0f} minutes, 2 of {cases} cases"
+    expected = f"make test: 2.0 of {minutes:.0f} minutes, 3 of {cases} cases"
     assert capsys.readouterr().out.strip() == expected
 
     monkeypatch.setattr(sys, "argv", flags)
     test_times.main()
-    assert "| starts processes | 1 | 2 |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| starts processes | 1 | 2 |" in printed and "| C++ | 1 | 5 |" in printed
 
     monkeypatch.setattr(sys, "argv", [*flags, "--check"])
     with pytest.raises(SystemExit, match=r"test_optim\.py \(61 s\)"):
