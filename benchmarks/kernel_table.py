@@ -40,7 +40,7 @@ def demangled(names: list[str]) -> list[str]:
 
 def resident_threads(name: str, registers: int, arch: str) -> int:
     """Return the threads that a multiprocessor holds."""
-    found = re.search(r"(?:Block|Cluster)TeamILi(\d+)E", name)
+    found = re.search(r"BlockTeamILi(\d+)E", name)
     block = int(found[1]) if found else BLOCK
     per_warp = -(-registers * 32 // 256) * 256  # registers are allocated 256 at a time
     warps = REGISTERS // per_warp // (block // 32) * (block // 32)

@@ -16,10 +16,8 @@ class MachineCode:
     def __init__(self, cuobjdump: str, library: Path, arch: str) -> None:
         self.arch = arch
         self.number = int(arch.removeprefix("sm_"))
-        # Before sm_90 there are no clusters of blocks, and their kernels are stubs.
-        left_out = "ClusterTeam" if self.number < 90 else None
         self.resources, self.sass = (
-            _dump([cuobjdump, what, "-arch", arch, str(library)], left_out)
+            _dump([cuobjdump, what, "-arch", arch, str(library)])
             for what in ("-res-usage", "-sass")
         )
 
@@ -35,11 +33,10 @@ class MachineCode:
         return int(re.search(r"REG:(\d+)", self.resources[name])[1])  # type: ignore[index]
 
 
-def _dump(command: list[str], left_out: str | None) -> dict[str, str]:
+def _dump(command: list[str]) -> dict[str, str]:
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     parts = re.split(r"Function ?:? (\w+):?", text)[1:]
-    functions = zip(parts[::2], parts[1::2], strict=True)
-    return {name: body for name, body in functions if left_out is None or left_out not in name}
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 @dataclass(frozen=True)

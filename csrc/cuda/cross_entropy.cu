@@ -99,9 +99,9 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
     const auto table = table_of<scalar_t>(arguments, converted);
     const bool plain = is_plain(arguments) && !with_metrics;
     const bool has_positions = arguments.has_positions();
-    const DeviceRoom room = device_room<scalar_t>(stream, input.size(1), plain && !has_positions);
+    const DeviceRoom room = device_room(stream);
     const auto launch = [&]<typename Team, RowWork kWork>() {
-      const auto [blocks, cluster, kept, shared] =
+      const auto [blocks, kept, shared] =
           row_launch<scalar_t, Team, kWork>(room, rows, input.size(1), with_grad);
       const at::Tensor losses = at::empty({is_per_row ? 0 : blocks}, divisor.options());
       // From here on the stream gets these two kernels, and nothing between them.
@@ -125,10 +125,9 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
             with_metrics ? outputs.lse.mutable_data_ptr<acc_t>() : nullptr,
             with_metrics ? outputs.entropy.mutable_data_ptr<acc_t>() : nullptr,
             with_metrics ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr};
-        stream.launch(
-            cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>,
-            LaunchShape{blocks, Team::kBlock, shared, cluster, starts_early(workspace, rows)},
-            table, reduction, results, kept);
+        stream.launch(cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>,
+                      LaunchShape{blocks, Team::kBlock, shared, starts_early(workspace, rows)},
+                      table, reduction, results, kept);
       });
     };
     if (has_positions) return for_positions(plain, launch);

@@ -122,8 +122,8 @@ __device__ __forceinline__ void reduce_losses(const Block& block, double losses,
   }
 }
 
-// `kept_count`: number of packs of each row, or of a block's share of one, that fit in shared
-// memory, a multiple of the team size. 0 if no gradient is wanted; otherwise, with kHeld, all fit.
+// `kept_count`: number of packs of each row that fit in shared memory, a multiple of the team size.
+// 0 if no gradient is wanted; otherwise, with kHeld, all fit.
 template <typename scalar_t, typename Team, RowWork kWork, typename grad_t>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_forward_kernel(
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
         const __grid_constant__ CrossEntropyResults<scalar_t, grad_t> results, int kept_count) {
   using Number = RowNumber<scalar_t>;
   using Block = BlockTeam<Team::kBlock>;
-  AMPFUSE_SHARED(double, scratch, Team::kScratch);
+  AMPFUSE_SHARED(double, scratch, Block::kWarps);
   const Block block(scratch);
   // The scale is in shared memory, since threads have no register for it while they read a row.
   AMPFUSE_SHARED(Number, scale, 1);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   const Team team(scratch);
   auto kept = kept_row<kWork, scalar_t>(team, kept_count);
   const bool with_metrics = kWork == RowWork::kGeneral && results.argmax != nullptr;
-  const bool is_first = team.is_first();
+  const bool is_first = team.index() == 0;
   double losses = 0;
   // The index of the next row's target is requested while this row is processed. Otherwise each row
   // would begin by waiting for it.
@@ -187,8 +187,8 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     }
     if (results.grad == nullptr) continue;
     // The gradient may overwrite the logits, so wait until all threads have read the target's logit
-    // and kept their packs. Threads of one or more blocks that hold a row have waited for each
-    // other already, for the row's sum.
+    // and kept their packs. Threads of a block that holds its row have waited for each other
+    // already, for the row's sum.
     if constexpr (kWork != RowWork::kHeld || Team::kSize <= kWarp) team.sync();
     grad_t* const grad = results.template grad_of<Team>(row);
     if (is_ignored) {

@@ -50,9 +50,7 @@ template <typename scalar_t, typename Team>
 __device__ __forceinline__ void write_zeros(const Team& team, scalar_t* row, const RowsAt&,
                                             int classes) {
   using P = Pack<scalar_t>;
-  const Share share = team.template share_of<P::kSize>(classes);
-  row += share.first;
-  const Pieces<scalar_t> pieces(row, share.count);
+  const Pieces<scalar_t> pieces(row, classes);
   pieces.each_single(team, [&](int c) { row[c] = static_cast<scalar_t>(0.0f); });
 #pragma unroll 4
   for (int p = team.index(); p < pieces.packs; p += Team::kSize) {

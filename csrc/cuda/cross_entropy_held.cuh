@@ -1,14 +1,12 @@
 // A row of 16-bit logits that a team holds in registers between the two passes. Its logits are read
-// from memory once. A long row is shared by the blocks of a cluster. Shared memory only serves the
-// parts of a gradient that are not whole, aligned packs.
+// from memory once. Shared memory only serves the parts of a gradient that are not whole, aligned
+// packs.
 #pragma once
 
-#include "cluster.cuh"
 #include "cross_entropy_gradient.cuh"
 
 namespace ampfuse {
 
-// A row, or a block's share of one.
 template <typename scalar_t, typename Team>
 class HeldRow {
  public:
@@ -17,14 +15,13 @@ class HeldRow {
   // A thread requests all of its packs, 64 bytes, before it uses the first. Twice as many would
   // need more registers than 1024 threads of a multiprocessor have.
   static constexpr int kPacks = 4;
-  static constexpr int64_t kMostOfBlock = int64_t(kPacks) * P::kSize * Team::kSize;
-  static constexpr int64_t kMostClasses = kMostOfBlock * Team::kMostBlocks;
+  static constexpr int64_t kMostClasses = int64_t(kPacks) * P::kSize * Team::kSize;
 
-  // Shared memory has room for `count` packs of each row or share: all of them, or 0 if no gradient
+  // Shared memory has room for `count` packs of each team's row: all of them, or 0 if no gradient
   // is wanted.
   __device__ explicit HeldRow(int count) : count_(count) {}
 
-  // Requests a row, or share, of at most kMostOfBlock logits, with −∞ past its end.
+  // Requests a row of at most kMostClasses logits, with −∞ past its end.
   __device__ __forceinline__ void load(const Team& team, const scalar_t* in, int classes) {
     const PacksAnywhere<scalar_t> packs(in);
     const int loaded = packs.loadable(classes / P::kSize);
@@ -147,33 +144,13 @@ __device__ __forceinline__ LogitSum joined_sum(const Team& team,
   return {largest, team_sum(team, mine.sum * row_exponential<scalar_t>(largest).from(own))};
 }
 
-// Returns the sum of two sums, each with the reference of its own largest logit.
-template <typename scalar_t>
-__device__ __forceinline__ LogitSum joined_pair(const LogitSum& a, const LogitSum& b) {
-  const float largest = math::Lane<float>::larger(a.largest, b.largest);
-  const auto exponential = row_exponential<scalar_t>(largest);
-  const auto of = [&](const LogitSum& x) {
-    return x.sum * exponential.from(row_exponential<scalar_t>(x.largest));
-  };
-  return {largest, of(a) + of(b)};
-}
-
-// Combines sums as joined_sum does; the warps of a block or cluster exchange both numbers at once.
+// Combines sums as joined_sum does; the warps of a block exchange both numbers at once.
 template <typename scalar_t, typename Team>
 __device__ __forceinline__ LogitSum team_logit_sum(const Team& team,
                                                    const RowExponential<scalar_t>& own,
                                                    const LogitSum& mine) {
   if constexpr (Team::kSize <= kWarp) {
     return joined_sum(team, own, mine);
-  } else if constexpr (Team::kMostBlocks > 1) {
-    const LogitSum of_warp = joined_sum(WarpTeam(nullptr), own, mine);
-    const double* const of_warps = team.of_all_warps(__builtin_bit_cast(double, of_warp));
-    LogitSum joined = {-HUGE_VALF, 0};
-#pragma unroll 1
-    for (int warp = WarpTeam(nullptr).index(); warp < team.warps(); warp += kWarp) {
-      joined = joined_pair<scalar_t>(joined, __builtin_bit_cast(LogitSum, of_warps[warp]));
-    }
-    return joined_sum(WarpTeam(nullptr), row_exponential<scalar_t>(joined.largest), joined);
   } else {
     const LogitSum of_warp = joined_sum(WarpTeam(nullptr), own, mine);
     const double exchanged = team.of_warps(__builtin_bit_cast(double, of_warp));
@@ -188,31 +165,23 @@ __device__ __forceinline__ LogitSum team_logit_sum(const Team& team,
 template <RowWork kWork, typename scalar_t, typename Team>
 __device__ __forceinline__ RowSums<scalar_t> read_row(const Team& team,
                                                       const CrossEntropyTable<scalar_t>& table,
-                                                      int64_t row, int target,
-                                                      scalar_t target_logit, bool,
+                                                      int64_t row, int target, scalar_t, bool,
                                                       HeldRow<scalar_t, Team>& held) {
-  const Share share = team.template share_of<Pack<scalar_t>::kSize>(table.classes);
-  held.load(team, table.template logits_of<Team>(row) + share.first, share.count);
+  held.load(team, table.template logits_of<Team>(row), table.classes);
   PackMaximum<scalar_t> largest_of_thread;
-  held.each_pack(team, share.count,
+  held.each_pack(team, table.classes,
                  [&](int, const Pack<scalar_t>& pack) { largest_of_thread.add(pack); });
   const auto own = row_exponential<scalar_t>(largest_of_thread.get());
   float sum_of_thread = 0;
-  held.each_pack(team, share.count, [&](int first, const Pack<scalar_t>& pack) {
+  held.each_pack(team, table.classes, [&](int first, const Pack<scalar_t>& pack) {
     float terms[Pack<scalar_t>::kSize];
     widen(pack, terms);
-    leave_out(target - share.first, first, terms);
+    leave_out(target, first, terms);
 #pragma unroll
     for (float& x : terms) x = own.term(x);
     sum_of_thread += sum_in_pairs(terms);
   });
-  float largest = largest_of_thread.get();
-  if constexpr (Team::kMostBlocks > 1) {
-    // When a block has the sums of the others, it may overwrite the target's logit. So these sums
-    // must depend on the logit: it has then been loaded. This does not change the row's largest.
-    if (target >= 0) largest = math::Lane<float>::larger(largest, static_cast<float>(target_logit));
-  }
-  const LogitSum total = team_logit_sum(team, own, {largest, sum_of_thread});
+  const LogitSum total = team_logit_sum(team, own, {largest_of_thread.get(), sum_of_thread});
   const auto exponential = row_exponential<scalar_t>(total.largest);
   const auto reference = static_cast<float>(exponential.reference());
   return {{total.largest, reference, total.sum}, exponential, 1, 0};
@@ -225,11 +194,10 @@ __device__ __forceinline__ void write_gradient(const Team& team,
                                                const scalar_t*, const RowsAt&, int classes,
                                                HeldRow<scalar_t, Team>& held, scalar_t* out,
                                                const RowsAt&) {
-  const Share share = team.template share_of<Pack<scalar_t>::kSize>(classes);
-  held.replace(team, share.count, [&](int first, const Pack<scalar_t>& pack) {
-    return gradient.template of<scalar_t>(share.first + first, pack);
+  held.replace(team, classes, [&](int first, const Pack<scalar_t>& pack) {
+    return gradient.template of<scalar_t>(first, pack);
   });
-  held.store(team, out + share.first, share.count);
+  held.store(team, out, classes);
 }
 
 // Returns the object that keeps a row between the two passes; `count` packs fit in shared memory.

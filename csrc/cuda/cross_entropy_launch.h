@@ -99,24 +99,11 @@ inline bool is_plain(const CrossEntropyArguments& arguments) {
   return !arguments.has_probabilities() && options.label_smoothing == 0 && !options.softcap;
 }
 
-/// Only if the rows are those of a plain loss, and too long for one block, clusters are counted.
-template <typename scalar_t>
-DeviceRoom device_room(const LaunchStream& stream, int64_t classes, bool plain) {
-  DeviceRoom room = {stream.multiprocessors(),
-                     stream.attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-                     stream.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                     stream.attribute(cudaDevAttrL2CacheSize)};
-  if constexpr (sizeof(scalar_t) == 2) {
-    using Held = HeldRow<scalar_t, RowCluster>;
-    if (plain && classes > Held::kMostOfBlock && classes <= Held::kMostClasses) {
-      const int cluster = blocks_of_cluster<scalar_t>(classes);
-      room.clusters = stream.resident_clusters(
-          cross_entropy_forward_kernel<scalar_t, RowCluster, RowWork::kHeld, scalar_t>,
-          LaunchShape{cluster, RowCluster::kBlock,
-                      static_cast<int>(Held::kMostOfBlock * sizeof(scalar_t)), cluster});
-    }
-  }
-  return room;
+inline DeviceRoom device_room(const LaunchStream& stream) {
+  return {.multiprocessors = stream.multiprocessors(),
+          .shared = stream.attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+          .shared_per_block = stream.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          .l2 = stream.attribute(cudaDevAttrL2CacheSize)};
 }
 
 /// The functions `backward` and `rescale` of CrossEntropyKernels.

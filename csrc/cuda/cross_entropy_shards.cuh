@@ -15,11 +15,11 @@ template <typename scalar_t, typename Team, RowWork kWork>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_shards_reduce_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
                                        math::ShardPartial* partials, int64_t* argmax) {
-  AMPFUSE_SHARED(double, scratch, Team::kScratch);
+  AMPFUSE_SHARED(double, scratch, Team::kBlock / kWarp);
   const Team team(scratch);
   const auto nothing_kept = kept_packs<scalar_t>(team, 0);
   const bool with_metrics = kWork == RowWork::kGeneral && argmax != nullptr;
-  const bool is_first = team.is_first();
+  const bool is_first = team.index() == 0;
   RawIndex next_index = table.raw_index(team.number());  // as in cross_entropy_forward_kernel
   for (int64_t row = team.number(); row < table.rows; row += Team::count()) {
     const int64_t index = table.index(next_index);

@@ -18,16 +18,12 @@ inline constexpr int64_t kWarpBytes = 8192;
 inline constexpr int64_t kFewClasses = 128;
 inline constexpr int kFewLanes = 8;
 
-/// The blocks that share a row of 16-bit logits that is too long for one of them.
-using RowCluster = ClusterTeam<2 * kThreads>;
-
 /// The resources of a device.
 struct DeviceRoom {
   int64_t multiprocessors;
   int64_t shared;            // bytes of shared memory per multiprocessor
   int64_t shared_per_block;  // the most bytes of it that one block may have
   int64_t l2;                // bytes
-  int64_t clusters = 0;      // that hold one row each and are resident at a time; 0 if none can
 
   /// Returns the bytes of shared memory for each block if this many blocks share a multiprocessor.
   /// CUDA reserves 1 KiB of shared memory for each block.
@@ -67,35 +63,23 @@ int resident_blocks(int64_t multiprocessors, int64_t rows) {
   return static_cast<int>(std::clamp<int64_t>(wanted, 1, most));
 }
 
-/// Returns the number of blocks of the cluster that holds a row.
-template <typename scalar_t>
-int blocks_of_cluster(int64_t classes) {
-  int blocks = 2;
-  while (classes > blocks * HeldRow<scalar_t, RowCluster>::kMostOfBlock) blocks *= 2;
-  return blocks;
-}
-
 /// The launch shape of the forward kernel.
 struct RowLaunch {
   int blocks;
-  int cluster;  // blocks that share a row
-  int kept;     // packs that a block keeps of each row, a multiple of the team size
-  int shared;   // bytes of dynamic shared memory
+  int kept;    // packs that are kept of each row, a multiple of the team size
+  int shared;  // bytes of dynamic shared memory
 };
 
 template <typename scalar_t, typename Team, RowWork kWork>
 RowLaunch row_launch(const DeviceRoom& room, int64_t rows, int64_t classes, bool with_grad) {
   using Room = TeamRoom<scalar_t, Team, kWork>;
-  const int cluster = Team::kMostBlocks > 1 ? blocks_of_cluster<scalar_t>(classes) : 1;
-  const int64_t share_bytes = (classes + cluster - 1) / cluster * int64_t(sizeof(scalar_t));
-  const int64_t needed = (share_bytes + Room::kPiece - 1) / Room::kPiece;
+  const int64_t row_bytes = classes * int64_t(sizeof(scalar_t));
+  const int64_t needed = (row_bytes + Room::kPiece - 1) / Room::kPiece;
   // A team that holds its row in registers may need room for all of it, too.
   const int64_t pieces = kWork == RowWork::kHeld ? needed : std::min(needed, Room{room}.pieces());
-  const int blocks = Team::kMostBlocks > 1
-                         ? static_cast<int>(std::clamp<int64_t>(rows, 1, room.clusters)) * cluster
-                         : resident_blocks<scalar_t, Team, kWork>(room.multiprocessors, rows);
-  if (!with_grad) return {blocks, cluster, 0, 0};
-  return {blocks, cluster, static_cast<int>(pieces * Team::kSize),
+  const int blocks = resident_blocks<scalar_t, Team, kWork>(room.multiprocessors, rows);
+  if (!with_grad) return {blocks, 0, 0};
+  return {blocks, static_cast<int>(pieces * Team::kSize),
           static_cast<int>(pieces * Room::kPiece * Team::kTeams)};
 }
 
@@ -112,12 +96,13 @@ bool for_held_rows(int64_t classes, const Launch& launch) {
 }
 
 /// Calls launch.operator()<Team, kWork>() for rows of a plain loss. Rows of up to 16,384 16-bit
-/// logits are held in registers, and on GPUs with clusters of blocks rows of up to 131,072. A block
-/// of 1024 threads could hold more than 16,384, but it would fill a multiprocessor, which then
-/// reads no row while it writes another. Rows of floats go to a few lanes, to a warp, or to a block
-/// of 256 threads that keeps all of its row in shared memory. Longer rows, and 16-bit rows that are
-/// not held, go to a block of 512 threads, or of 1024 if the L2 cache could not hold what blocks of
-/// 512 do not keep. Rows of doubles go to a warp or to a block of 256 threads.
+/// logits are held in registers. A block of 1024 threads could hold more, but it would fill a
+/// multiprocessor, which then reads no row while it writes another. Clusters of blocks could, too:
+/// on an H200 a cluster of two was as fast as a block, and clusters of four and eight took two to
+/// four times as long. Rows of floats go to a few lanes, to a warp, or to a block of 256 threads
+/// that keeps all of its row in shared memory. Longer rows, and 16-bit rows that are not held, go
+/// to a block of 512 threads, or of 1024 if the L2 cache could not hold what blocks of 512 do not
+/// keep. Rows of doubles go to a warp or to a block of 256 threads.
 template <typename scalar_t, typename Launch>
 void for_plain_rows(const DeviceRoom& room, int64_t classes, const Launch& launch) {
   using Block = BlockTeam<kThreads>;
@@ -130,7 +115,6 @@ void for_plain_rows(const DeviceRoom& room, int64_t classes, const Launch& launc
                       Wide>(classes, launch)) {
       return;
     }
-    if (room.clusters > 0 && for_held_rows<scalar_t, RowCluster>(classes, launch)) return;
   } else {
     // double logits are for checking gradients, not for speed, so they need no other teams.
     constexpr bool kIsDouble = std::is_same_v<scalar_t, double>;

@@ -28,8 +28,7 @@ inline int grid_size(int64_t warps, int multiprocessors) {
   return blocks > 0 ? static_cast<int>(blocks) : 1;
 }
 
-// Upper bound on the bytes of static shared memory that a kernel declares, if it may have more than
-// 48 KiB in all.
+// Upper bound on the bytes of static shared memory that a kernel declares.
 inline constexpr int kMostStaticShared = 512;
 
 // Returns true if a launch with this much dynamic shared memory is possible only after the limit of

@@ -14,15 +14,14 @@ namespace ampfuse {
 struct LaunchShape {
   int blocks;
   int threads = kThreads;
-  int shared = 0;   // bytes of dynamic shared memory per block
-  int cluster = 1;  // blocks per cluster
+  int shared = 0;  // bytes of dynamic shared memory per block
   /// Starts before the previous launch has finished, if the device can do so. The kernel must call
   /// wait_for_kernel_before() (early_start.cuh). What comes before it in the stream must be a
   /// kernel of the same call that waits, too, or was not started early.
   bool starts_early = false;
 };
 
-/// The configuration of a launch, and the attributes to which it points.
+/// The configuration of a launch, and the attribute to which it points.
 class LaunchConfig {
  public:
   LaunchConfig(const LaunchShape& shape, bool starts_early, cudaStream_t stream) {
@@ -30,20 +29,12 @@ class LaunchConfig {
                static_cast<unsigned>(shape.threads),
                static_cast<size_t>(shape.shared),
                stream,
-               attributes_,
+               &attribute_,
                0};
-    if (shape.cluster > 1) {
-      add(cudaLaunchAttributeClusterDimension).clusterDim = {static_cast<unsigned>(shape.cluster),
-                                                             1, 1};
-      // Blocks of a cluster go to different multiprocessors if possible: on one, they would read
-      // and write at the same time, instead of in turns.
-      add(cudaLaunchAttributeClusterSchedulingPolicyPreference).clusterSchedulingPolicyPreference =
-          cudaClusterSchedulingPolicySpread;
-    }
-    if (starts_early) {
-      add(cudaLaunchAttributeProgrammaticStreamSerialization)
-          .programmaticStreamSerializationAllowed = 1;
-    }
+    if (!starts_early) return;
+    attribute_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute_.val.programmaticStreamSerializationAllowed = 1;
+    config_.numAttrs = 1;
   }
   LaunchConfig(const LaunchConfig&) = delete;
   LaunchConfig& operator=(const LaunchConfig&) = delete;
@@ -51,13 +42,7 @@ class LaunchConfig {
   const cudaLaunchConfig_t* get() const { return &config_; }
 
  private:
-  cudaLaunchAttributeValue& add(cudaLaunchAttributeID id) {
-    cudaLaunchAttribute& attribute = attributes_[config_.numAttrs++];
-    attribute.id = id;
-    return attribute.val;
-  }
-
-  cudaLaunchAttribute attributes_[3] = {};
+  cudaLaunchAttribute attribute_ = {};
   cudaLaunchConfig_t config_;
 };
 
@@ -93,19 +78,6 @@ class LaunchStream {
   /// Returns the shape of a launch with a warp for each unit of work, or as many warps as fit.
   LaunchShape shape(int64_t warps) const { return {grid_size(warps, multiprocessors_)}; }
 
-  /// Returns how many clusters of this shape can be resident at a time. A cluster runs on one group
-  /// of multiprocessors, so a few blocks of each group may be left over. Returns 0 if the kernel
-  /// cannot be launched in clusters: the device has none, or the kernel was compiled for older
-  /// devices, or this process may use only parts of the device.
-  template <typename... Parameters>
-  int resident_clusters(void (*kernel)(Parameters...), const LaunchShape& shape) const {
-    if (!runs_as_hopper_code(kernel)) return 0;
-    const LaunchConfig config(shape, /*starts_early=*/false, stream_);
-    int clusters = 0;
-    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, config.get()));
-    return clusters;
-  }
-
   int multiprocessors() const { return multiprocessors_; }
 
   int attribute(cudaDeviceAttr name) const {
@@ -115,26 +87,19 @@ class LaunchStream {
   }
 
  private:
-  /// Returns whether the kernel can use what GPUs have since compute capability 9.0: clusters and
-  /// early starts. Code that the driver compiled from code for older devices lacks their
-  /// instructions; `ptxVersion` is the compute capability that it was written for. GeForce 50
-  /// (12.x) has both, but they are not used before somebody has tried it: its drivers are said to
-  /// reserve gigabytes for clusters.
-  template <typename... Parameters>
-  bool runs_as_hopper_code(void (*kernel)(Parameters...)) const {
-    const int major = attribute(cudaDevAttrComputeCapabilityMajor);
-    if (major != 9 && major != 10) return false;
-    cudaFuncAttributes code;
-    C10_CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
-    return code.ptxVersion >= 90;
-  }
-
-  /// Drivers capture such launches in CUDA graphs from CUDA 12.3 on.
+  /// GPUs have early starts since compute capability 9.0; those of 12.x are left out until somebody
+  /// has tried it. Drivers capture such launches in CUDA graphs from CUDA 12.3 on. Code that the
+  /// driver compiled from code for older devices does not wait; `ptxVersion` is the compute
+  /// capability that it was written for.
   template <typename... Parameters>
   bool can_start_early(void (*kernel)(Parameters...)) const {
+    const int major = attribute(cudaDevAttrComputeCapabilityMajor);
+    if (major != 9 && major != 10) return false;
     int driver = 0;
     C10_CUDA_CHECK(cudaDriverGetVersion(&driver));
-    return driver >= 12030 && runs_as_hopper_code(kernel);
+    cudaFuncAttributes code;
+    C10_CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
+    return driver >= 12030 && code.ptxVersion >= 90;
   }
 
   c10::cuda::CUDAGuard guard_;

@@ -8,37 +8,19 @@
 
 namespace ampfuse {
 
-// The part of a row that a block processes.
-struct Share {
-  int first;
-  int count;
-};
-
-// A team whose threads are all in one block.
-struct TeamInBlock {
-  static constexpr int kMostBlocks = 1;
-
-  template <int kPack>
-  __device__ Share share_of(int count) const {
-    return {0, count};
-  }
-};
-
 // A team of kLanes lanes of a warp: all 32 for short rows, fewer for rows of a few packs. The teams
 // of a warp process different rows and may diverge, unless kInStep says that they do the same.
 template <int kLanes, bool kInStep = kLanes == kWarp>
-class LaneTeam : public TeamInBlock {
+class LaneTeam {
  public:
   static constexpr int kSize = kLanes;
-  static constexpr int kBlock = kThreads;          // threads per block
-  static constexpr int kTeams = kBlock / kSize;    // teams per block
-  static constexpr int kScratch = kBlock / kWarp;  // for a BlockTeam of the same block
+  static constexpr int kBlock = kThreads;        // threads per block
+  static constexpr int kTeams = kBlock / kSize;  // teams per block
   static constexpr bool kIsWide = false;
 
   __device__ explicit LaneTeam(double* /*scratch*/) {}
   __device__ int index() const { return static_cast<int>(threadIdx.x) % kSize; }
   __device__ int index_in_block() const { return static_cast<int>(threadIdx.x) / kSize; }
-  __device__ bool is_first() const { return index() == 0; }
   __device__ int64_t number() const { return int64_t(blockIdx.x) * kTeams + index_in_block(); }
   __device__ static int64_t count() { return int64_t(gridDim.x) * kTeams; }
   __device__ void sync() const { __syncwarp(mask()); }
@@ -65,21 +47,19 @@ using WarpTeam = LaneTeam<kWarp>;
 // A team of all threads of a block. Longer rows take larger blocks, which hold more logits in
 // registers. Fewer large blocks share a multiprocessor, so each row has more shared memory.
 template <int kBlockSize>
-class BlockTeam : public TeamInBlock {
+class BlockTeam {
  public:
   static constexpr int kSize = kBlockSize;
   static constexpr int kBlock = kSize;
   static constexpr int kTeams = 1;
   static constexpr int kWarps = kSize / kWarp;
   static constexpr bool kIsWide = kSize > kThreads;
-  static constexpr int kScratch = kWarps;
   using Warps = LaneTeam<kWarps, true>;  // joins what of_warps() returns
 
-  // `scratch` is an array of kScratch numbers in shared memory.
+  // `scratch` is an array of kWarps numbers in shared memory.
   __device__ explicit BlockTeam(double* scratch) : scratch_(scratch) {}
   __device__ int index() const { return static_cast<int>(threadIdx.x); }
   __device__ int index_in_block() const { return 0; }
-  __device__ bool is_first() const { return index() == 0; }
   __device__ int64_t number() const { return blockIdx.x; }
   __device__ static int64_t count() { return gridDim.x; }
   __device__ void sync() const { __syncthreads(); }

@@ -39,12 +39,3 @@ caught(lane_elsewhere asan "lanes that never arrive.*lanes 0xffff0000 .*wait in 
 caught(mask_without_caller asan "lane 16 of warp 0 is not in its mask, 0x0000ffff")
 caught(disagreeing_masks asan "lanes that never arrive.*mask 0xffffffff.*for lanes 0xffff0000")
 caught(source_outside_mask asan "reads lane 16, which is not in its mask, 0x0000ffff")
-
-caught(unstarted_block asan "access to a block that may not have started")
-caught(ended_block "asan;tsan" "access to a block that has ended")
-caught(missing_wait tsan "data race .*in [^\n]*send")
-caught(too_few_bytes asan "others of the cluster that never arrive.*wait in wait_for_bytes")
-caught(too_many_bytes asan "a phase gets more bytes than were announced")
-caught(missing_second_number tsan "data race .*in [^\n]*send")
-caught(exited_before_cluster_barrier asan
-       "others of the cluster that never arrive.*wait in sync_cluster")

@@ -178,109 +178,30 @@ __global__ void source_outside_mask(const float* x, float* out) {
   out[global_index()] = __shfl_xor_sync(mask, x[global_index()], good ? 1 : 16);
 }
 
-struct Exchange {
-  int bytes = 8;  // that are announced
-  bool syncs_first = true;
-  bool waits = true;
-  bool second_ends_early = false;
-  int rounds = 1;
-  bool syncs_after_round = true;
-};
-
-// Each of two blocks of a cluster sends a number to the other one.
-__device__ void exchange(const float* x, float* out, const Exchange& how) {
-  AMPFUSE_SHARED(double, number, 1);
-  AMPFUSE_SHARED(ampfuse::Inbox, inbox, 1);
-  if (threadIdx.x == 0) ampfuse::open_inbox(inbox);
-  if (how.syncs_first) ampfuse::sync_cluster();
-  for (int round = 0; round < how.rounds; ++round) {
-    if (threadIdx.x == 0) {
-      ampfuse::expect_bytes(inbox, how.bytes);
-      ampfuse::send(1 - ampfuse::cluster_rank(), number, x[global_index()], inbox);
-    }
-    out[global_index()] = 1;
-    if (how.second_ends_early && ampfuse::cluster_rank() == 1) return;
-    if (how.waits) ampfuse::wait_for_bytes(inbox, round % 2 != 0);
-    if (number[0] != 1) out[global_index()] = 0;
-    if (how.syncs_after_round) ampfuse::sync_cluster();
-  }
-}
-
-template <bool good>
-__global__ void unstarted_block(const float* x, float* out) {
-  exchange(x, out, {.syncs_first = good});
-}
-template <bool good>
-__global__ void ended_block(const float* x, float* out) {
-  exchange(x, out, {.second_ends_early = !good, .syncs_after_round = false});
-}
-template <bool good>
-__global__ void missing_wait(const float* x, float* out) {
-  exchange(x, out, {.waits = good});
-}
-template <bool good>
-__global__ void too_few_bytes(const float* x, float* out) {
-  exchange(x, out, {.bytes = good ? 8 : 16});
-}
-template <bool good>
-__global__ void too_many_bytes(const float* x, float* out) {
-  exchange(x, out, {.bytes = good ? 8 : 4});
-}
-// A thread may still read the number of the first round when that of the second arrives.
-template <bool good>
-__global__ void missing_second_number(const float* x, float* out) {
-  exchange(x, out, {.rounds = 2, .syncs_after_round = good});
-}
-template <bool good>
-__global__ void exited_before_cluster_barrier(const float* x, float* out) {
-  out[global_index()] = x[global_index()];
-  if (!good && global_index() == 70) return;
-  ampfuse::sync_cluster();
-}
-
 using Kernel = void (*)(const float*, float*);
 struct Case {
   const char* name;
   Kernel bad, good;
-  unsigned cluster = 1;
 };
 #define CASE(name) {#name, name<false>, name<true>}
-#define CLUSTER_CASE(name) {#name, name<false>, name<true>, 2}
 constexpr Case kCases[] = {
-    CASE(out_of_bounds_write),
-    CASE(shared_overrun),
-    CASE(shared_index),
-    CASE(dynamic_shared_overrun),
-    CASE(uninitialised_shared),
-    CASE(misaligned_vector),
-    CASE(stack_overflow),
-    CASE(missing_trailing_barrier),
-    CASE(inter_block_race),
-    CASE(missing_fence),
-    CASE(shuffle_is_no_fence),
-    CASE(divergent_trip_count),
-    CASE(barrier_in_branches),
-    CASE(lane_exited),
-    CASE(lane_elsewhere),
-    CASE(mask_without_caller),
-    CASE(disagreeing_masks),
-    CASE(source_outside_mask),
-    CLUSTER_CASE(unstarted_block),
-    CLUSTER_CASE(ended_block),
-    CLUSTER_CASE(missing_wait),
-    CLUSTER_CASE(too_few_bytes),
-    CLUSTER_CASE(too_many_bytes),
-    CLUSTER_CASE(missing_second_number),
-    CLUSTER_CASE(exited_before_cluster_barrier),
+    CASE(out_of_bounds_write),  CASE(shared_overrun),
+    CASE(shared_index),         CASE(dynamic_shared_overrun),
+    CASE(uninitialised_shared), CASE(misaligned_vector),
+    CASE(stack_overflow),       CASE(missing_trailing_barrier),
+    CASE(inter_block_race),     CASE(missing_fence),
+    CASE(shuffle_is_no_fence),  CASE(divergent_trip_count),
+    CASE(barrier_in_branches),  CASE(lane_exited),
+    CASE(lane_elsewhere),       CASE(mask_without_caller),
+    CASE(disagreeing_masks),    CASE(source_outside_mask),
 };
 
 // Returns false if the kernel does not fill `out` with ones.
-bool is_right(const char* name, Kernel kernel, unsigned cluster) {
+bool is_right(const char* name, Kernel kernel) {
   constexpr unsigned kBlocks = 2;
   const std::vector<float> x(kBlocks * kThreads, 1.0f);
   std::vector<float> out(x.size());
-  simt::launch_clusters(kernel, kBlocks, cluster, kThreads, kThreads * sizeof(float), x.data(),
-                        out.data());
+  simt::launch(kernel, kBlocks, kThreads, kThreads * sizeof(float), x.data(), out.data());
   for (std::size_t i = 0; i < out.size(); ++i) {
     if (out[i] == 1) continue;
     std::fprintf(stderr, "%s: wrong result: out[%zu] = %g\n", name, i, out[i]);
@@ -293,11 +214,11 @@ bool is_right(const char* name, Kernel kernel, unsigned cluster) {
 
 int main(int argc, char** argv) try {
   bool right = true;
-  for (const auto& [name, bad, good, cluster] : kCases) {
+  for (const auto& [name, bad, good] : kCases) {
     if (argc > 1) {
-      if (std::strcmp(argv[1], name) == 0) right = is_right(name, bad, cluster);
+      if (std::strcmp(argv[1], name) == 0) right = is_right(name, bad);
     } else {
-      simt::for_each_schedule([&] { right = is_right(name, good, cluster) && right; });
+      simt::for_each_schedule([&] { right = is_right(name, good) && right; });
     }
   }
   if (right) std::puts("finished without complaint");

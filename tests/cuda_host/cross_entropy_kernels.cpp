@@ -1,5 +1,5 @@
 // The kernels of cross_entropy's forward pass, compiled for the teams and types with which the
-// library launches them (csrc/cuda/cross_entropy_teams.cuh), and for clusters of small blocks.
+// library launches them (csrc/cuda/cross_entropy_teams.cuh).
 #include "cross_entropy_on_host.h"
 
 #include "cuda/cross_entropy.cuh"
@@ -13,7 +13,6 @@ using c10::Half;
 namespace {
 
 using ampfuse::BlockTeam;
-using ampfuse::ClusterTeam;
 using ampfuse::PositionTeam;
 using Few = ampfuse::LaneTeam<8>;
 using Warp = ampfuse::WarpTeam;
@@ -41,21 +40,20 @@ void launch(Batch& batch) {
   int pieces = 1;
   if constexpr (kWork == RowWork::kHeld) {
     using Row = ampfuse::HeldRow<scalar_t, RowTeam>;
-    static_assert(Row::kMostOfBlock == 32 * RowTeam::kSize);
+    static_assert(Row::kMostClasses == 32 * RowTeam::kSize);
     pieces = Row::kPacks;
   }
   const int kept = options.kept_pieces.value_or(pieces) * RowTeam::kSize;
-  simt::launch_clusters(ampfuse::cross_entropy_forward_kernel<scalar_t, RowTeam, kWork, grad_t>,
-                        batch.blocks(), options.cluster_blocks, RowTeam::kBlock,
-                        kept * RowTeam::kTeams * sizeof(ampfuse::Pack<scalar_t>),
-                        batch.table<scalar_t>(), batch.reduction(), results, kept);
+  simt::launch(ampfuse::cross_entropy_forward_kernel<scalar_t, RowTeam, kWork, grad_t>, kGrid,
+               RowTeam::kBlock, kept * RowTeam::kTeams * sizeof(ampfuse::Pack<scalar_t>),
+               batch.table<scalar_t>(), batch.reduction(), results, kept);
 }
 
 RowWork work_of(const Batch& batch, Team team) {
   if (batch.options.work) return *batch.options.work;
   if (!batch.options.is_plain()) return RowWork::kGeneral;
-  const bool is_held = size_of(batch.type) == 2 && team != Team::kPosition &&
-                       batch.classes <= most_held(team) * batch.options.cluster_blocks;
+  const bool is_held =
+      size_of(batch.type) == 2 && team != Team::kPosition && batch.classes <= most_held(team);
   return is_held ? RowWork::kHeld : RowWork::kPlain;
 }
 
@@ -79,11 +77,11 @@ void forward(Batch& batch, Team team) {
     launch<scalar_t, grad_t, RowTeam, kWork>(batch);
   };
   const bool is_known =
-      is_launched<Half, Half, kHeld, Few, Warp, BlockTeam<64>, Block, ClusterTeam<64>>(it, run) ||
+      is_launched<Half, Half, kHeld, Few, Warp, BlockTeam<64>, Block>(it, run) ||
       is_launched<Half, Half, kPlain, PositionTeam, Wide, Widest>(it, run) ||
       is_launched<Half, Half, kGeneral, Warp>(it, run) ||
-      is_launched<BFloat16, BFloat16, kHeld, Few, Warp, BlockTeam<64>, BlockTeam<128>, Block, Wide,
-                  ClusterTeam<64>, ClusterTeam<512>>(it, run) ||
+      is_launched<BFloat16, BFloat16, kHeld, Few, Warp, BlockTeam<64>, BlockTeam<128>, Block, Wide>(
+          it, run) ||
       is_launched<BFloat16, BFloat16, kPlain, PositionTeam, Wide, Widest>(it, run) ||
       is_launched<BFloat16, BFloat16, kGeneral, PositionTeam, Warp, Block, Wide>(it, run) ||
       is_launched<float, float, kPlain, PositionTeam, Few, Warp, Block, Wide, Widest>(it, run) ||

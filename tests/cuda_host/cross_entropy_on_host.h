@@ -16,9 +16,9 @@
 #include "numbers.h"
 
 inline constexpr int64_t kIgnored = -100;
-inline constexpr int kGrid = 2;  // blocks, or clusters
+inline constexpr int kGrid = 2;  // blocks
 
-// The threads that process a row, by their number; negative for each block of a cluster.
+// The threads that process a row, by their number.
 enum class Team {
   kPosition = 1,
   kFewLanes = 8,
@@ -27,14 +27,12 @@ enum class Team {
   kBlock128 = 128,
   kBlock = 256,
   kWide = 512,
-  kWidest = 1024,
-  kCluster = -64,
-  kWideCluster = -512
+  kWidest = 1024
 };
 
-// Returns the most 16-bit logits that the threads of a team, or of one block of it, hold.
+// Returns the most 16-bit logits that the threads of a team hold.
 inline int most_held(Team team) {
-  return 32 * std::abs(static_cast<int>(team));
+  return 32 * static_cast<int>(team);
 }
 
 enum class Result { kGrad, kStatistics, kRowLosses, kLoss };
@@ -51,9 +49,8 @@ struct Options {
   float scale = 64;
   float limit = INFINITY;               // upper bound of |scale / divisor|
   std::optional<int> kept_pieces = {};  // packs of a row per thread that fit in shared memory
-  int cluster_blocks = 1;
-  int64_t padding = 0;    // elements between rows of logits
-  int64_t positions = 0;  // per batch entry; 0 if the classes of a row are contiguous
+  int64_t padding = 0;                  // elements between rows of logits
+  int64_t positions = 0;                // per batch entry; 0 if the classes of a row are contiguous
   std::optional<int64_t> grad_offset = {};  // if it differs from the offset of logits
   std::optional<Type> grad_type = {};       // if it differs from the type of logits
   ampfuse::IndexType index_type = ampfuse::IndexType::kLong;
@@ -97,7 +94,7 @@ struct Batch {
   Numbers grad{options.grad_type.value_or(type), rows * classes,
                options.grad_offset.value_or(offset)};
   Numbers losses{arithmetic_of(type), rows};
-  std::vector<double> block_losses = std::vector<double>(blocks(), NAN);
+  std::vector<double> block_losses = std::vector<double>(kGrid, NAN);
   unsigned finished = 7;  // which a kernel must set to 0 first
   std::vector<ampfuse::TargetWeight> weights = std::vector<ampfuse::TargetWeight>(2);
   std::vector<ampfuse::math::RowStatistics> statistics =
@@ -126,7 +123,6 @@ struct Batch {
   }
 
   // Returns the number of blocks of the forward kernel.
-  int blocks() const { return kGrid * options.cluster_blocks; }
 
   // Returns the index of a class of a row in memory: `row_stride` is the distance between rows, if
   // options.positions is not set.
@@ -230,8 +226,7 @@ template <typename scalar_t, typename grad_t, ampfuse::RowWork kWork, typename..
 bool is_launched(const Chosen& chosen, const Launch& launch) {
   if (chosen.type != kTypeOf<scalar_t> || chosen.grad_type != kTypeOf<grad_t>) return false;
   const auto is_of_team = [&]<typename RowTeam>() {
-    if (chosen.team != Team{RowTeam::kMostBlocks > 1 ? -RowTeam::kSize : RowTeam::kSize})
-      return false;
+    if (chosen.team != Team{RowTeam::kSize}) return false;
     launch.template operator()<scalar_t, grad_t, RowTeam, kWork>();
     return true;
   };

@@ -16,15 +16,14 @@ using c10::BFloat16;
 namespace {
 
 constexpr int64_t kKiB = 1024;
-const DeviceRoom kA100 = {108, 164 * kKiB, 163 * kKiB, 40 * kKiB * kKiB, 0};
-const DeviceRoom kH200 = {132, 228 * kKiB, 227 * kKiB, 50 * kKiB * kKiB, 31};
-const DeviceRoom kL4 = {58, 100 * kKiB, 99 * kKiB, 48 * kKiB * kKiB, 0};
+const DeviceRoom kA100 = {108, 164 * kKiB, 163 * kKiB, 40 * kKiB * kKiB};
+const DeviceRoom kH200 = {132, 228 * kKiB, 227 * kKiB, 50 * kKiB * kKiB};
+const DeviceRoom kL4 = {58, 100 * kKiB, 99 * kKiB, 48 * kKiB * kKiB};
 
 struct Chosen {
   RowWork work;
   int size;  // threads
   int teams;
-  bool is_cluster;
   int blocks_per_multiprocessor;
   bool l2_holds_rest;
   ampfuse::RowLaunch launch;
@@ -40,7 +39,6 @@ Chosen chosen(const DeviceRoom& room, int64_t classes, bool plain, int64_t rows 
     it = {.work = kWork,
           .size = Team::kSize,
           .teams = Team::kTeams,
-          .is_cluster = Team::kMostBlocks > 1,
           .blocks_per_multiprocessor = ampfuse::kRowBlocks<kWork, scalar_t, Team>,
           .l2_holds_rest = team_room.l2_holds_rest(classes * int64_t(sizeof(scalar_t))),
           .launch = ampfuse::row_launch<scalar_t, Team, kWork>(room, rows, classes, true)};
@@ -65,7 +63,8 @@ TEST_CASE("longer rows have larger teams") {
   // A row of 64 KB fits in a third of shared memory.
   check(BFloat16(), kH200, false,
         {{128, 32}, {4096, 32}, {4097, 256}, {32000, 256}, {50257, 512}, {256000, 512}});
-  // Each thread of a team that holds its row has at most 32 logits.
+  // Each thread of a team that holds its row has at most 32 logits. Of longer rows, 264 blocks that
+  // do not keep 85 KB each need 22 MB of the L2 cache; with 144 KB it is too much.
   check(BFloat16(), kH200, true,
         {{1, 8},
          {256, 8},
@@ -77,31 +76,12 @@ TEST_CASE("longer rows have larger teams") {
          {4097, 256},
          {8193, 512},
          {16384, 512},
-         {131073, 1024}});
+         {16385, 512},
+         {50257, 512},
+         {100000, 512},
+         {128256, 1024}});
   check(0.0f, kH200, true, {{128, 8}, {2048, 32}, {2049, 256}, {50000, 512}, {64128, 1024}});
   check(0.0, kH200, true, {{256000, 256}});
-  // 264 blocks that do not keep 85 KB each need 22 MB of the L2 cache; with 144 KB it is too much.
-  DeviceRoom without_clusters = kH200;
-  without_clusters.clusters = 0;
-  check(BFloat16(), without_clusters, true,
-        {{16385, 512}, {50257, 512}, {100000, 512}, {128256, 1024}});
-}
-
-TEST_CASE("clusters hold rows that are too long for one block, on GPUs that have clusters") {
-  const auto blocks_of_row = [](const DeviceRoom& room, int64_t rows, int64_t classes) {
-    const Chosen it = chosen<BFloat16>(room, classes, /*plain=*/true, rows);
-    return it.is_cluster ? std::pair(it.launch.cluster, it.launch.blocks) : std::pair(0, 0);
-  };
-  const std::pair<int, int> no_cluster = {0, 0};
-  CHECK(blocks_of_row(kH200, 10000, 16384) == no_cluster);
-  CHECK(blocks_of_row(kH200, 10000, 16385) == std::pair(2, 62));
-  CHECK(blocks_of_row(kH200, 10000, 32768) == std::pair(2, 62));
-  CHECK(blocks_of_row(kH200, 10000, 50257) == std::pair(4, 124));
-  CHECK(blocks_of_row(kH200, 10000, 131072) == std::pair(8, 248));
-  CHECK(blocks_of_row(kH200, 0, 131072) == std::pair(8, 8));
-  CHECK(blocks_of_row(kH200, 10000, 131073) == no_cluster);
-  CHECK(blocks_of_row(kH200, 3, 50257) == std::pair(4, 12));
-  CHECK(blocks_of_row(kA100, 10000, 50257) == no_cluster);
 }
 
 TEST_CASE("a grid has no more blocks than a device holds at a time") {
@@ -119,7 +99,7 @@ TEST_CASE("teams keep no more than their blocks have room for") {
                         const Chosen& it) {
     CAPTURE(room.multiprocessors, classes, plain, item_size, it.size);
     CHECK((it.work != RowWork::kGeneral) == plain);
-    const auto& [blocks, cluster, kept, shared] = it.launch;
+    const auto& [blocks, kept, shared] = it.launch;
     const int resident = it.blocks_per_multiprocessor;
     CHECK(kept % it.size == 0);
     CHECK(shared == kept * it.teams * 16);
@@ -129,13 +109,11 @@ TEST_CASE("teams keep no more than their blocks have room for") {
     CHECK(resident * (shared + kMostStaticShared + kKiB) <= room.shared);
     if (it.work == RowWork::kHeld) {
       CHECK(classes <= it.most_held);
-      CHECK(kept * 8 * cluster >= classes);
+      CHECK(kept * 8 >= classes);
     }
-    CHECK(blocks % cluster == 0);
-    if (it.is_cluster) CHECK_FALSE(ampfuse::must_ask_for_shared(shared));
     CHECK(blocks <= room.multiprocessors * resident);
     // At most a whole row is kept.
-    CHECK((kept - it.size) * (16 / item_size) * cluster < classes);
+    CHECK((kept - it.size) * (16 / item_size) < classes);
   };
   for (const DeviceRoom& room : {kA100, kH200, kL4}) {
     for (const int64_t classes : {1, 100, 129, 256, 257, 1024, 1025, 2048, 2049, 4096, 4097, 8192,

@@ -45,38 +45,12 @@ __global__ void record_order(unsigned* order, unsigned* count) {
   order[atomicAdd(count, 1)] = threadIdx.x;
 }
 
-// Each block of a cluster sends the index of its number to all blocks of the cluster.
-__global__ void all_to_all(double* received) {
-  AMPFUSE_SHARED(double, numbers, 3);
-  AMPFUSE_SHARED(ampfuse::Inbox, inbox, 1);
-  if (threadIdx.x == 0) ampfuse::open_inbox(inbox);
-  ampfuse::sync_cluster();
-  if (threadIdx.x == 1) ampfuse::expect_bytes(inbox, sizeof numbers);
-  const int rank = static_cast<int>(threadIdx.x);
-  if (rank < ampfuse::cluster_blocks())
-    ampfuse::send(rank, &numbers[ampfuse::cluster_rank()], blockIdx.x, inbox);
-  ampfuse::wait_for_bytes(inbox, false);
-  if (threadIdx.x < 3) received[blockIdx.x * 3 + threadIdx.x] = numbers[threadIdx.x];
-}
-
 }  // namespace
 
 TEST_CASE("shared memory starts as NaN in every block") {
   std::vector<float> seen(3);
   simt::launch(leave_and_look, 3, 4, 0, seen.data());
   for (const float value : seen) CHECK(std::isnan(value));
-}
-
-TEST_CASE("blocks of a cluster are neighbours, and exchange numbers") {
-  simt::for_each_schedule([] {
-    std::vector<double> received(12 * 3, -1);
-    simt::launch_clusters(all_to_all, 12, 3, 64, 0, received.data());
-    std::vector<double> expected;
-    for (int block = 0; block < 12; ++block) {
-      for (int sender = 0; sender < 3; ++sender) expected.push_back(block / 3 * 3 + sender);
-    }
-    CHECK(received == expected);
-  });
 }
 
 TEST_CASE("a schedule determines the order of threads") {
@@ -95,19 +69,16 @@ TEST_CASE("a schedule determines the order of threads") {
 }
 
 TEST_CASE("launches that CUDA refuses are refused") {
-  const auto check_error = [](unsigned grid, unsigned cluster, unsigned block,
-                              std::size_t shared_bytes, const std::string& words) {
-    const auto launch = [&] { simt::launch_clusters(nothing, grid, cluster, block, shared_bytes); };
+  const auto check_error = [](unsigned grid, unsigned block, std::size_t shared_bytes,
+                              const std::string& words) {
+    const auto launch = [&] { simt::launch(nothing, grid, block, shared_bytes); };
     CHECK_THAT(error_of(launch), ContainsSubstring(words));
   };
-  check_error(1, 1, 1024, 0, "no error");
-  check_error(1, 1, 1025, 0, "1025 threads per block");
-  check_error(1u << 31, 1, 1, 0, "a grid beyond");
-  check_error(0, 1, 1, 0, "empty");
-  check_error(1, 1, 1, 300000, "300000 bytes");
-  check_error(8, 8, 1, 0, "no error");
-  check_error(16, 16, 1, 0, "clusters of 16 blocks");
-  check_error(9, 2, 1, 0, "not a multiple of the cluster");
+  check_error(1, 1024, 0, "no error");
+  check_error(1, 1025, 0, "1025 threads per block");
+  check_error(1u << 31, 1, 0, "a grid beyond");
+  check_error(0, 1, 0, "empty");
+  check_error(1, 1, 300000, "300000 bytes");
 }
 
 TEST_CASE("launch throws the exception of a kernel, and the next launch works") {

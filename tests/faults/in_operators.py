@@ -135,13 +135,6 @@ FAULTS = [
         "test_fused_adam",
     ),
     Fault(
-        "The last classes of a row have no block if the cluster shares its whole packs evenly.",
-        "csrc/cuda/cluster.cuh",
-        "const int most = (count + blocks * kPack - 1) / kPack / blocks * kPack;",
-        "const int most = (count / kPack + blocks - 1) / blocks * kPack;",
-        "test_cross_entropy",
-    ),
-    Fault(
         "Lanes overwrite the logits of a held row before others have read the target's logit.",
         "csrc/cuda/cross_entropy.cuh",
         "if constexpr (kWork != RowWork::kHeld || Team::kSize <= kWarp) team.sync();",

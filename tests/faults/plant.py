@@ -1,21 +1,23 @@
 """Plants known faults in a copy of the sources, one at a time, and reports which tests notice each.
 
-    python tests/faults/plant.py                     # all faults, with the tests of this checkout
-    python tests/faults/plant.py --only remainder    # those with this word in sentence or file
-    python tests/faults/plant.py --tests main~5      # with the tests of another revision
+    python tests/faults/plant.py                        # all faults, in this checkout
+    python tests/faults/plant.py --only remainder       # those with this word in sentence or file
+    python tests/faults/plant.py --revision main~5      # in the sources and tests of a revision
 
 The copy and its build are in build/faults and stay there, so that only what a fault changes is
 compiled. It has no CUDA kernels: tests/cuda_host compiles these for the CPU. First all tests that
 any fault names run without a fault; what fails then is not counted. Run it with the interpreter of
-.venv, which has pytest, CMake and Ninja.
+.venv, which has pytest, CMake and Ninja, after `make test-frameworks` has made .venv-frameworks.
 """
 
 import argparse
+import filecmp
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -30,7 +32,6 @@ ROOT = Path(__file__).parents[2]
 COPY = ROOT / "build" / "faults" / "sources"
 BUILD = COPY / "build"
 LONGEST = 1200  # seconds until tests are taken to hang
-ENOUGH = 3  # failures after which pytest stops
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -64,26 +65,26 @@ def listed(folder: Path) -> set[str]:
     return set(run(*how, cwd=folder).stdout.split())
 
 
-def copy_sources(tests: str | None) -> None:
+def copy_sources(revision: str | None) -> None:
     """Copy what differs, so that files that stay the same are not compiled again."""
     COPY.mkdir(parents=True, exist_ok=True)
     must("git", "init", "--quiet")  # some tests ask git for the list of sources
-    names = {name for name in listed(ROOT) if (ROOT / name).is_file()}
-    contents = {name: (ROOT / name).read_bytes() for name in names}
-    if tests is not None:
-        contents = {name: text for name, text in contents.items() if name[:6] != "tests/"}
-        of_revision = run("git", "ls-tree", "-r", "--name-only", tests, "tests/", cwd=ROOT)
-        for name in of_revision.stdout.split():
-            show = subprocess.run(["git", "show", f"{tests}:{name}"], cwd=ROOT, capture_output=True)
-            contents[name] = show.stdout
-    for name in listed(COPY) - contents.keys():
-        (COPY / name).unlink(missing_ok=True)
-    for name, content in contents.items():
-        target = COPY / name
-        if not target.is_file() or target.read_bytes() != content:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-            target.chmod((ROOT / name).stat().st_mode if (ROOT / name).exists() else 0o644)
+    with tempfile.TemporaryDirectory() as folder:
+        source = ROOT
+        if revision is not None:
+            source = Path(folder)
+            archive = subprocess.run(
+                ["git", "archive", revision], cwd=ROOT, capture_output=True, check=True
+            )
+            subprocess.run(["tar", "-x", "-C", source], input=archive.stdout, check=True)
+            run("git", "init", "--quiet", cwd=source)
+        names = {name for name in listed(source) if (source / name).is_file()}
+        for name in listed(COPY) - names:
+            (COPY / name).unlink(missing_ok=True)
+        for name in names:
+            if not (COPY / name).is_file() or not filecmp.cmp(source / name, COPY / name, False):
+                (COPY / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source / name, COPY / name)
 
 
 def configure() -> None:
@@ -123,34 +124,32 @@ def build(wanted: str) -> str | None:
     return None
 
 
-def failures(wanted: str, most: int) -> set[str]:
-    """Run tests, and return the names of those that fail."""
-    words = wanted.split()
-    folders = [word for word in words if word.startswith("tests/")]
+def failures(wanted: str, known: set[str], flags: tuple[str, ...] = ()) -> set[str]:
+    """Run tests except those in `known`, and return the names of those that fail."""
     failed: set[str] = set()
-    if names := ctests(wanted):
-        chosen = f"^({'|'.join(names)})$"
+    if names := set(ctests(wanted)) - known:
+        chosen = f"^({'|'.join(sorted(names))})$"
         done = run("ctest", "--test-dir", BUILD, "-R", chosen, "--no-tests=error", "-j", "2")
-        failed |= {f"ctest: {name}" for name in re.findall(r"- (test_\w+) \(", done.stdout)}
+        failed = set(re.findall(r"- (test_\w+) \(", done.stdout))
         if done.returncode != 0 and not failed:
             failed.add(f"ctest: {done.stdout[-300:]}")
-    if folders and len(failed) < most:
-        command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile")
+    for environment, prefix in (
+        (".venv", "tests/python"),
+        (".venv-frameworks", "tests/frameworks"),
+    ):
+        folders = [word for word in wanted.split() if word.startswith(prefix)]
+        if not folders or (failed and flags):
+            continue
+        command = (ROOT / environment / "bin" / "python", "-m", "pytest", "-q", "-n", "2")
+        command += ("--dist", "loadfile", "--no-loadscope-reorder", "--no-header", "-rfE")
+        command += ("-p", "no:cacheprovider", *(f"--deselect={name}" for name in known))
         try:
-            done = run(
-                sys.executable,
-                *command,
-                f"--maxfail={most}",
-                "--no-header",
-                "-rfE",
-                *folders,
-                timeout=LONGEST,
-            )
+            done = run(*command, *flags, *folders, timeout=LONGEST)
         except subprocess.TimeoutExpired:
             return failed | {f"no end within {LONGEST} s"}
         failed |= set(re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE))
         if done.returncode not in (0, 1, 2):
-            failed.add(f"pytest ended with status {done.returncode}")
+            failed.add(f"pytest ended with status {done.returncode}: {done.stdout[-300:]}")
     return failed
 
 
@@ -161,8 +160,9 @@ def noticed_by(fault: Fault, known: set[str]) -> set[str]:
     file.write_text(text.replace(fault.old, fault.new))
     is_compiled = fault.file.startswith("csrc/") or "CMake" in fault.file
     try:
-        error = build(fault.tests) if is_compiled else None
-        return {f"does not compile: {error}"} if error else failures(fault.tests, ENOUGH) - known
+        if is_compiled and (error := build(fault.tests)):
+            return {f"does not compile: {error}"}
+        return failures(fault.tests, known, ("--exitfirst",))
     finally:
         file.write_text(text)
 
@@ -172,7 +172,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", default="", help="faults with this word in sentence or file")
-    parser.add_argument("--tests", help="the revision whose tests run; default: this checkout's")
+    parser.add_argument("--revision", help="whose sources and tests are taken; default: this tree")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "faults" / "noticed.txt")
     arguments = parser.parse_args()
     faults = [
@@ -180,12 +180,12 @@ def main() -> None:
         for fault in FAULTS
         if arguments.only.lower() in f"{fault.breaks} {fault.file}".lower()
     ]
-    copy_sources(arguments.tests)
+    copy_sources(arguments.revision)
     configure()
     wanted = " ".join(sorted({word for fault in faults for word in fault.tests.split()}))
     if error := build(wanted):
         sys.exit(error)
-    known = failures(wanted, 1000)
+    known = failures(wanted, set())
     lines = [f"without a fault {len(known)} fail: {', '.join(sorted(known))}"]
     print(lines[0], flush=True)
     unnoticed = 0

@@ -6,10 +6,9 @@ namespace simt::runtime {
 
 Block* current = nullptr;
 
-Block::Block(const Launch& launch, Cluster& cluster, unsigned index, std::deque<Fiber>& pool,
-             std::size_t first, Random& random)
+Block::Block(const Launch& launch, unsigned index, std::deque<Fiber>& pool, std::size_t first,
+             Random& random)
     : launch_(launch),
-      cluster_(cluster),
       index_(index),
       ready_(launch.schedule.order, launch.block, random),
       shared_(launch.dynamic_shared_bytes) {
@@ -29,7 +28,6 @@ void Block::run(Fiber& host) {
   block_index = {index_};
   block_dim = {launch_.block};
   grid_dim = {launch_.grid};
-  cluster_dim = launch_.cluster;
   activate(ready_.take());
   host.switch_to(*running().fiber);
   current = nullptr;
@@ -62,7 +60,7 @@ void Block::hand_over(bool finished) {
   Fiber& self = *running().fiber;
   const unsigned next = ready_.take();
   // A barrier opens when its last thread arrives, so some thread still waits in a warp operation.
-  if (next == ReadySet::kNone && exited_ < threads_.size() && in_cluster_ == 0)
+  if (next == ReadySet::kNone && exited_ < threads_.size())
     fail("a warp operation waits for lanes that never arrive" + describe(threads_));
   if (failure_) leave();
   if (next == running_) return;
@@ -71,31 +69,6 @@ void Block::hand_over(bool finished) {
   } else {
     activate(next);
     self.switch_to(*running().fiber, finished);
-  }
-}
-
-void Block::require_end() {
-  if (has_ended()) return;
-  fail("threads wait for others of the cluster that never arrive" + describe(threads_));
-  std::rethrow_exception(failure_);
-}
-
-void Block::wait_in_cluster(const char* name, const void* inbox, const Site& where) {
-  Thread& self = running();
-  self.state = Thread::State::in_cluster;
-  self.call = name;
-  self.where = where;
-  self.inbox = inbox;
-  ++in_cluster_;
-  hand_over();
-}
-
-void Block::wake_in_cluster(const void* inbox, std::vector<Fiber*>& met) {
-  for (Thread& thread : threads_) {
-    if (thread.state != Thread::State::in_cluster || thread.inbox != inbox) continue;
-    --in_cluster_;
-    met.push_back(thread.fiber);
-    wake(thread);
   }
 }
 

@@ -17,11 +17,9 @@
 
 namespace simt::runtime {
 
-class Cluster;
-
 // One CUDA thread of the running block, and the call in which it waits.
 struct Thread {
-  enum class State { ready, at_barrier, in_warp, in_cluster, exited };
+  enum class State { ready, at_barrier, in_warp, exited };
 
   Fiber* fiber;
   State state = State::ready;
@@ -34,7 +32,6 @@ struct Thread {
   unsigned mask = 0;
   int source = 0;
   std::uint64_t value = 0;
-  const void* inbox = nullptr;  // in wait_for_bytes
 };
 
 bool same_line(const Site&, const Site&);
@@ -48,32 +45,20 @@ std::string describe(std::span<const Thread>);
 class Block {
  public:
   // Threads run on pool[first], pool[first + 1] and so on, wrapping around at the end of the pool.
-  Block(const Launch&, Cluster&, unsigned index, std::deque<Fiber>& pool, std::size_t first,
-        Random&);
+  Block(const Launch&, unsigned index, std::deque<Fiber>& pool, std::size_t first, Random&);
 
   // The function that every fiber of the pool runs.
   static void fiber_main();
 
-  // Runs until all threads have ended, or wait for other blocks of the cluster. If a thread fails,
-  // throws its error and abandons the other threads.
+  // Runs all threads to their end. If one fails, throws its error and abandons the others.
   void run(Fiber& host);
-  bool can_run() const { return !ready_.is_empty(); }
-  bool has_ended() const { return exited_ == threads_.size(); }
-  // Throws an error if a thread waits for others of the cluster.
-  void require_end();
 
-  Cluster& cluster() { return cluster_; }
   Thread& running() { return threads_[running_]; }
   unsigned lane() const { return running_ % warpSize; }
   SharedMemory& shared() { return shared_; }
 
   void barrier(const Site&);
   std::uint64_t warp_collective(const WarpCall&);
-
-  // Suspends the running thread until wake_in_cluster(inbox, …). `inbox` may be null.
-  void wait_in_cluster(const char* name, const void* inbox, const Site&);
-  // Wakes the threads that wait with this `inbox`, and appends their fibers to `met`.
-  void wake_in_cluster(const void* inbox, std::vector<Fiber*>& met);
 
   // Records the first failure. The running thread continues until hand_over() or leave(), so that
   // the caller can free the message: leave() never returns and does not unwind.
@@ -90,7 +75,6 @@ class Block {
   void wake(Thread&);
 
   const Launch& launch_;
-  Cluster& cluster_;
   unsigned index_;
   std::vector<Thread> threads_;
   ReadySet ready_;
@@ -100,7 +84,6 @@ class Block {
 
   unsigned running_ = 0;
   unsigned exited_ = 0;
-  unsigned in_cluster_ = 0;  // threads that wait for others of the cluster
 
   unsigned lanes_waiting_[kMaxThreads / warpSize] = {};  // lanes in a warp operation
 

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "simt/cluster.h"
+#include "simt/block.h"
 #include "simt/sanitizers.h"
 
 namespace simt::runtime {
@@ -24,52 +24,47 @@ void check(const Launch& launch) {
   require(launch.block <= kMaxThreads,
           std::to_string(launch.block) + " threads per block; the limit is 1024");
   require(launch.grid <= 0x7fffffff, "a grid beyond 2^31-1");
-  require(launch.cluster >= 1 && launch.cluster <= 8,
-          "clusters of " + std::to_string(launch.cluster) + " blocks; CUDA promises 8");
-  require(launch.grid % launch.cluster == 0, "a grid that is not a multiple of the cluster");
   require(launch.dynamic_shared_bytes <= kSharedLimit,
           std::to_string(launch.dynamic_shared_bytes) + " bytes of dynamic shared memory");
 }
 
 // A ThreadSanitizer fiber keeps the order that its earlier threads established with other fibers,
-// and is ordered with itself, so races between two clusters on the same fibers would be missed.
-// Consecutive clusters therefore run on different fibers. Creating a few hundred fibers takes a
+// and is ordered with itself, so races between two blocks on the same fibers would be missed.
+// Consecutive blocks therefore run on different fibers. Creating a few hundred fibers takes a
 // fraction of a second, and 0.8 MB for each (gcc 12).
-void grow_pool(std::size_t threads, unsigned clusters) {
+void grow_pool(std::size_t threads, unsigned blocks) {
   constexpr std::size_t kTsanFibers = 512;
   const std::size_t generations = kTsan ? std::max<std::size_t>(2, kTsanFibers / threads) : 1;
-  const std::size_t wanted = threads * std::min<std::size_t>(clusters, generations);
+  const std::size_t wanted = threads * std::min<std::size_t>(blocks, generations);
   while (pool.size() < wanted) pool.emplace_back(Block::fiber_main);
 }
 
-std::vector<unsigned> cluster_order(unsigned count, Schedule::Order order, Random& random) {
-  std::vector<unsigned> clusters(count);
-  std::iota(clusters.begin(), clusters.end(), 0);
-  if (order == Schedule::Order::reverse) std::reverse(clusters.begin(), clusters.end());
+std::vector<unsigned> block_order(unsigned count, Schedule::Order order, Random& random) {
+  std::vector<unsigned> blocks(count);
+  std::iota(blocks.begin(), blocks.end(), 0);
+  if (order == Schedule::Order::reverse) std::reverse(blocks.begin(), blocks.end());
   if (order == Schedule::Order::random)
-    for (unsigned i = count; i > 1; --i) std::swap(clusters[i - 1], clusters[random.below(i)]);
-  return clusters;
+    for (unsigned i = count; i > 1; --i) std::swap(blocks[i - 1], blocks[random.below(i)]);
+  return blocks;
 }
 
 }  // namespace
 
 void run(const Launch& launch) {
   check(launch);
-  const std::size_t threads = launch.cluster * launch.block;
-  const unsigned clusters = launch.grid / launch.cluster;
-  grow_pool(threads, clusters);
+  const std::size_t threads = launch.block;
+  grow_pool(threads, launch.grid);
   Fiber host;
   const std::vector<Fiber*> hosts = {&host};
   std::vector<Fiber*> fibers;  // of this launch; the pool may have more
-  while (fibers.size() < std::min(threads * clusters, pool.size()))
+  while (fibers.size() < std::min(threads * launch.grid, pool.size()))
     fibers.push_back(&pool[fibers.size()]);
   host.order(hosts, fibers);
   Random random{launch.schedule.seed};
   std::size_t first = 0;
   try {
-    for (const unsigned number : cluster_order(clusters, launch.schedule.order, random)) {
-      const unsigned first_block = number * launch.cluster;
-      Cluster(launch, first_block, pool, first, random).run(host);
+    for (const unsigned index : block_order(launch.grid, launch.schedule.order, random)) {
+      Block(launch, index, pool, first, random).run(host);
       first = (first + threads) % pool.size();
     }
   } catch (...) {

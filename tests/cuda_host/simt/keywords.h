@@ -27,7 +27,6 @@ struct Dimensions {
 };
 // Indices and sizes of the running CUDA thread; the scheduler writes them at each switch.
 inline Dimensions thread_index, block_index, block_dim, grid_dim;
-inline unsigned cluster_dim = 1;
 }  // namespace simt::runtime
 
 inline const auto& threadIdx = simt::runtime::thread_index;

@@ -79,10 +79,10 @@ SIMT_UNSEEN_COPY void call(void (*kernel)(Parameters...),
 
 }  // namespace runtime
 
-// Launches as below, with clusters of `cluster` blocks.
+// Runs kernel<<<grid, block, dynamic_shared_bytes>>>(arguments...) and waits for it.
 template <class... Parameters, class... Arguments>
-void launch_clusters(void (*kernel)(Parameters...), unsigned grid, unsigned cluster, unsigned block,
-                     std::size_t dynamic_shared_bytes, const Arguments&... arguments) {
+void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block,
+            std::size_t dynamic_shared_bytes, const Arguments&... arguments) {
   static_assert(sizeof...(Parameters) == sizeof...(Arguments), "wrong number of kernel arguments");
   static_assert((std::is_trivially_copyable_v<Parameters> && ...),
                 "CUDA copies kernel arguments byte by byte");
@@ -96,14 +96,7 @@ void launch_clusters(void (*kernel)(Parameters...), unsigned grid, unsigned clus
     const Bound& self = *static_cast<const Bound*>(opaque);
     runtime::call(self.kernel, self.parameters, std::index_sequence_for<Parameters...>());
   };
-  runtime::run({{invoke, &bound}, grid, cluster, block, dynamic_shared_bytes, schedule()});
-}
-
-// Runs kernel<<<grid, block, dynamic_shared_bytes>>>(arguments...) and waits for it.
-template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block,
-            std::size_t dynamic_shared_bytes, const Arguments&... arguments) {
-  launch_clusters(kernel, grid, 1, block, dynamic_shared_bytes, arguments...);
+  runtime::run({{invoke, &bound}, grid, block, dynamic_shared_bytes, schedule()});
 }
 
 }  // namespace simt

@@ -1,7 +1,6 @@
 // The threads of a block that can run, handed out in the order of a schedule.
 #pragma once
 
-#include <algorithm>
 #include <bit>
 #include <cstdint>
 
@@ -31,10 +30,6 @@ class ReadySet {
   void insert(unsigned thread) {
     const unsigned position = mirror(thread);
     words_[position / 64] |= std::uint64_t{1} << position % 64;
-  }
-
-  bool is_empty() const {
-    return std::ranges::all_of(words_, [](std::uint64_t word) { return word == 0; });
   }
 
   // Removes and returns a ready thread, or returns kNone. The search goes round the block from the

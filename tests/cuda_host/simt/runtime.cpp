@@ -5,7 +5,6 @@
 #include <string>
 
 #include "simt/block.h"
-#include "simt/cluster.h"
 
 namespace simt::runtime {
 namespace {
@@ -40,26 +39,6 @@ void* shared_array(const void* key, std::size_t bytes, std::size_t alignment) {
 
 void* dynamic_shared_array() {
   return block().shared().dynamic();
-}
-
-void sync_cluster(const Site& where) {
-  block().cluster().sync(where);
-}
-
-void* in_block(int rank, const void* shared, const Site& where) {
-  return block().cluster().in_block(rank, shared, where);
-}
-
-void expect_bytes(void* inbox, int bytes, const Site& where) {
-  block().cluster().announce(inbox, bytes, where);
-}
-
-void receive_bytes(int rank, void* inbox, int bytes, const Site& where) {
-  block().cluster().receive(rank, inbox, bytes, where);
-}
-
-void wait_for_bytes(void* inbox, bool is_odd, const Site& where) {
-  block().cluster().wait(inbox, is_odd, where);
 }
 
 void fence() {

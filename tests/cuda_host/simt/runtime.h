@@ -24,9 +24,8 @@ struct Kernel {
 
 struct Launch {
   Kernel kernel;
-  unsigned grid;     // blocks
-  unsigned cluster;  // blocks of a cluster, which are neighbours
-  unsigned block;    // threads
+  unsigned grid;   // blocks
+  unsigned block;  // threads
   std::size_t dynamic_shared_bytes;
   const Schedule& schedule;
 };
@@ -55,22 +54,6 @@ std::uint64_t warp_collective(const WarpCall&);
 // Returns the block's array of the declaration `key`, creating it at its first use.
 void* shared_array(const void* key, std::size_t bytes, std::size_t alignment);
 void* dynamic_shared_array();
-
-// Waits for all threads of the cluster.
-void sync_cluster(const Site&);
-
-// Returns the address in another block of the cluster of what `shared` points to in this block.
-void* in_block(int rank, const void* shared, const Site&);
-
-// The state of an ampfuse::Inbox (cluster_operations.h).
-struct InboxState {
-  std::int32_t missing = 0;  // bytes that were announced and have not arrived; negative if early
-  std::uint16_t is_announced = 0;
-  std::uint16_t phase = 0;  // the number of phases that have ended
-};
-void expect_bytes(void* inbox, int bytes, const Site&);
-void receive_bytes(int rank, void* inbox, int bytes, const Site&);  // called by the sender
-void wait_for_bytes(void* inbox, bool is_odd, const Site&);
 
 // Called for __threadfence, and before and after an atomic operation at `address`.
 void fence();

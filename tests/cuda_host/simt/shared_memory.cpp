@@ -27,18 +27,6 @@ void* SharedMemory::dynamic() {
   return data ? data : make(&dynamic_bytes_, dynamic_bytes_, 1);
 }
 
-void* SharedMemory::same_in(SharedMemory& other, const void* address) const {
-  const auto* const at = static_cast<const char*>(address);
-  for (const Array& array : arrays_) {
-    if (at < array.data || at >= array.data + array.bytes) continue;
-    void* const found = array.key == &dynamic_bytes_
-                            ? other.dynamic()
-                            : other.find_or_make(array.key, array.bytes, array.alignment);
-    return static_cast<char*>(found) + (at - array.data);
-  }
-  return nullptr;
-}
-
 void* SharedMemory::find(const void* key) const {
   for (const Array& array : arrays_)
     if (array.key == key) return array.data;
@@ -52,7 +40,7 @@ void* SharedMemory::make(const void* key, std::size_t bytes, std::size_t alignme
   if (posix_memalign(&data, std::max(alignment, kLeastAlignment), bytes) != 0)
     throw std::bad_alloc();
   std::memset(data, 0xff, bytes);  // a NaN in every floating-point type
-  arrays_.push_back({key, static_cast<char*>(data), bytes, alignment});
+  arrays_.push_back({key, data});
   return data;
 }
 

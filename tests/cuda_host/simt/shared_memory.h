@@ -21,15 +21,10 @@ class SharedMemory {
   void* find_or_make(const void* key, std::size_t bytes, std::size_t alignment);
   void* dynamic();
 
-  // Returns the address in `other` of what `address` points to here; nullptr if it is not here.
-  void* same_in(SharedMemory& other, const void* address) const;
-
  private:
   struct Array {
     const void* key;
-    char* data;
-    std::size_t bytes;
-    std::size_t alignment;
+    void* data;
   };
   void* find(const void* key) const;
   void* make(const void* key, std::size_t bytes, std::size_t alignment);

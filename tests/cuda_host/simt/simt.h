@@ -15,14 +15,13 @@
 //     });
 //   }
 //
-// Each CUDA thread is a fiber of the one host thread. Blocks run one after another, and the blocks
-// of a cluster take turns. ASan and UBSan detect out-of-bounds, misaligned and overflowing
-// accesses. TSan treats the fibers as threads that only barriers, __syncwarp, fenced atomics, and
-// sync_cluster and the inboxes of a cluster put in order. Shuffles do not order memory, and nothing
-// else orders blocks. So TSan finds races in global and shared memory even if the result is right.
-// The runtime itself reports divergent barriers and wrong warp masks (sync.h) and fills shared
-// memory with NaNs. simt::launch throws the runtime's error, or an exception from the kernel; the
-// frames of the other threads are then dropped without unwinding.
+// Each CUDA thread is a fiber of the one host thread; blocks run one after another. ASan and UBSan
+// detect out-of-bounds, misaligned and overflowing accesses. TSan treats the fibers as threads that
+// only barriers, __syncwarp and fenced atomics put in order. Shuffles do not order memory, and
+// nothing else orders blocks. So TSan finds races in global and shared memory even if the result is
+// right. The runtime itself reports divergent barriers and wrong warp masks (sync.h) and fills
+// shared memory with NaNs. simt::launch throws the runtime's error, or an exception from the
+// kernel; the frames of the other threads are then dropped without unwinding.
 //
 // The runtime has the device functions that kernels call, and grids of one dimension. Add what a
 // new kernel needs.
@@ -34,7 +33,6 @@
 #pragma once
 
 #include "simt/atomics.h"
-#include "simt/cluster_operations.h"
 #include "simt/intrinsics.h"
 #include "simt/keywords.h"
 #include "simt/launch.h"
