@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "AMPFUSE_BUILD": "build",
     "OMP_WAIT_POLICY": "passive",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_VEC_ISA_OK": "1",
     "CCACHE_DIR": str(ROOT / "build" / "ccache"),
     "CCACHE_BASEDIR": str(COPY),
     "CCACHE_NOHASHDIR": "1",

@@ -106,11 +106,6 @@ def accelerate(kind):
     return {"params": params, "scale": accelerator.scaler.get_scale(), "skipped": skipped}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def played(tmp_path_factory):
-    scenario.play(tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.parametrize("framework", ["lightning", "accelerate"])
 def test_both_ranks_skip_and_train_as_with_torch(framework):
     expected, found = scenario.results(framework, "torch"), scenario.results(framework, "ours")

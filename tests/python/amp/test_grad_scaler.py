@@ -5,16 +5,14 @@ import pickle
 import ampfuse
 import pytest
 import torch
-from scaler_languages import EVERY_LANGUAGE, LANGUAGES, ready
+from scaler_languages import EVERY_LANGUAGE, LANGUAGES, ready, step_by
 from torch.nn import Parameter
 
 
 def step_once(scaler, device):
     """Take a step without overflow on a new parameter; return the parameter's value after it."""
     param = Parameter(torch.ones(1, device=device))
-    scaler.scale(param.sum()).backward()
-    scaler.step(torch.optim.SGD([param], lr=0.5))
-    scaler.update()
+    step_by(scaler, torch.optim.SGD([param], lr=0.5), param.sum())
     return param.item()
 
 
@@ -59,14 +57,12 @@ def test_nested_and_lazy_outputs_are_scaled_and_other_types_are_refused(device):
 def test_update_copies_the_new_scale_and_keeps_the_growth_tracker(device, shape):
     _, optimizer, scaler = ready(LANGUAGES["Python"], device, growth_interval=2)
     new_scale = 32 if shape is None else torch.full(shape, 32.0, device=device)
-    scaler.step(optimizer)
-    scaler.update()
+    step_by(scaler, optimizer)
     scaler.step(optimizer)
     scaler.update(new_scale)
     new_scale *= 2
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32.0, 1)
-    scaler.step(optimizer)
-    scaler.update()
+    step_by(scaler, optimizer)
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (64.0, 0)
 
 
@@ -102,9 +98,7 @@ def test_training_works_after_a_loss_was_evaluated_in_inference_mode(device, mak
 
     with torch.inference_mode():
         loss(network(inputs), target)
-    scaler.scale(loss(network(inputs), target)).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    step_by(scaler, optimizer, loss(network(inputs), target))
 
     assert not scaler.was_skipped()
 
@@ -118,8 +112,7 @@ def test_a_disabled_scaler_only_steps_the_optimizer(language, device):
     assert scaler.scale(loss) is loss
     loss.backward()
     scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
+    step_by(scaler, optimizer)
 
     assert param.item() == 0.0
     assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)

@@ -6,7 +6,7 @@ import ampfuse
 import pytest
 import torch
 from optim_models import assert_same_bits, feed, parameters
-from scaler_languages import EVERY_LANGUAGE
+from scaler_languages import EVERY_LANGUAGE, step_by
 from torch.nn import Parameter
 
 pytestmark = pytest.mark.needs_cuda
@@ -41,8 +41,7 @@ class Side:
         if self.clip:
             self.scaler.unscale_(self.optimizer)
             ampfuse.clip_grad_norm_(self.params, 0.5)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        step_by(self.scaler, self.optimizer)
 
 
 @EVERY_LANGUAGE
@@ -79,8 +78,7 @@ def test_step_can_be_captured_once_the_scale_tensor_exists(language):
     scaler.scale_tensor()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        scaler.step(optimizer)
-        scaler.update()
+        step_by(scaler, optimizer)
 
     for _ in range(3):
         graph.replay()
@@ -112,10 +110,7 @@ def test_an_overflow_on_one_device_skips_on_both(language, order, optimizer, lim
         for index in spoiled:
             params[index].grad[0] = torch.inf
 
-        if unscale:
-            scaler.unscale_(stepped)
-        scaler.step(stepped)
-        scaler.update()
+        step_by(scaler, stepped, unscale=unscale)
 
         assert scaler.was_skipped() == bool(spoiled), (unscale, spoiled)
         assert scaler.get_scale() == (4.0 if spoiled else 8.0)
@@ -135,8 +130,7 @@ def test_history_and_overflow_report_cover_all_devices(language, order):
             scaler.scale(param.sum()).backward()
         if step == 1:
             params[1].grad[0] = torch.nan
-        scaler.step(optimizer)
-        scaler.update()
+        step_by(scaler, optimizer)
 
     assert scaler.history()[0].norm == pytest.approx(2.0)
     assert scaler.history()[1].skipped

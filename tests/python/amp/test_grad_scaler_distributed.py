@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import Scenarios
-from scaler_languages import LANGUAGES
+from scaler_languages import LANGUAGES, step_by
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -60,10 +60,7 @@ def one_overflows(case):
     scaler.scale(param.sum()).backward()
     if dist.get_rank() == 1:
         param.grad[0] = torch.inf
-    if unscale:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
+    step_by(scaler, optimizer, unscale=unscale)
     return {"param": param.tolist(), "scale": scaler.get_scale(), "skipped": scaler.was_skipped()}
 
 
@@ -82,8 +79,7 @@ def no_gradients_here(name):
     if dist.get_rank() == 0:
         loss.backward()
         param.grad[0] = torch.nan
-    scaler.step(optimizer)
-    scaler.update()
+    step_by(scaler, optimizer)
     return {"scale": scaler.get_scale()}
 
 
@@ -108,10 +104,7 @@ def fsdp(case):
         if overflow and dist.get_rank() == 1:
             network.weight.grad.to_local()[0, 0] = torch.inf
         before = network.weight.to_local().clone()
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+        step_by(scaler, optimizer, unscale=unscale)
         scales.append(scaler.get_scale())
         moved.append(not torch.equal(before, network.weight.to_local()))
     return {"scales": scales, "moved": moved, "report": scaler.overflow_report(network)}
@@ -182,8 +175,7 @@ def outlier_of_shards(case):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         elif clip == "scaler's":
             scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+        step_by(scaler, optimizer)
     norms = [record.norm for record in scaler.history()]
     return {"skipped": scaler.was_skipped(), "norms": norms, "scale": scaler.get_scale()}
 
@@ -204,8 +196,7 @@ def gradient_of_one_rank(_):
     scaler.scale_tensor()
     if dist.get_rank() == 0:
         param.grad = torch.ones_like(param)
-    scaler.step(ampfuse.AdamW([param]))
-    scaler.update()
+    step_by(scaler, ampfuse.AdamW([param]))
     return {"skipped": scaler.was_skipped()}
 
 
@@ -222,9 +213,7 @@ def large_scale(_):
     scaler = ampfuse.GradScaler("cpu", 2.0**124, skip_outliers=6.0, history=80)
     for _ in range(70):
         optimizer.zero_grad()
-        scaler.scale((model(torch.ones(1, 64)) * 2).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        step_by(scaler, optimizer, (model(torch.ones(1, 64)) * 2).sum())
     return {"records": [tuple(record)[1:] for record in scaler.history()]}
 
 

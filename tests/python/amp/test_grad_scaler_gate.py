@@ -10,6 +10,7 @@ import pytest
 import torch
 from ampfuse._host_copy import HostCopy
 from ampfuse.amp import _gate
+from scaler_languages import step_by
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -28,9 +29,7 @@ class Training:
     def run(self, factors):
         for factor in factors:
             self.optimizer.zero_grad()
-            self.scaler.scale(self.param.sum() * factor).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            step_by(self.scaler, self.optimizer, self.param.sum() * factor)
             self.scheduler.step()
 
     def rate(self):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from optim_models import assert_same_bits, clones
 from reference import gradients
-from scaler_languages import EVERY_LANGUAGE, LANGUAGES, ready
+from scaler_languages import EVERY_LANGUAGE, LANGUAGES, ready, step_by
 from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 from torch.optim import SGD
@@ -152,8 +152,7 @@ def test_gradients_that_share_memory_are_unscaled_as_in_torch(device, kind):
         optimizer = SGD(params, lr=0.1)
         scaler.unscale_(optimizer)
         told = embedding.weight.grad.to_dense().flatten().tolist()
-        scaler.step(optimizer)
-        scaler.update()
+        step_by(scaler, optimizer)
         return told, embedding.weight.tolist(), scaler.get_scale()
 
     kinds = (torch.amp.GradScaler, ampfuse.GradScaler)
@@ -209,9 +208,7 @@ class WithTorchsUnscaling(ampfuse.GradScaler):
 def test_a_derived_class_may_unscale_as_torch_does(make):
     param = Parameter(torch.ones(4))
     optimizer, scaler = make([param], lr=0.1), WithTorchsUnscaling("cpu")
-    scaler.scale(param.sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    step_by(scaler, optimizer, param.sum())
     assert (param < 1).all()
     param.grad = None
     scaler.scale(param.sum()).backward()
@@ -255,11 +252,7 @@ def test_optimizer_has_scale_and_flag_attributes_only_during_step(device):
     optimizer, scaler = Taking([param], lr=1.0), ampfuse.GradScaler(device.type, 4.0)
     for unscale in (False, True):
         optimizer.zero_grad()
-        scaler.scale(param.sum()).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+        step_by(scaler, optimizer, param.sum(), unscale=unscale)
         grad_scale, found_inf = optimizer.got
         assert grad_scale is None if unscale else grad_scale == 4
         assert found_inf == 0

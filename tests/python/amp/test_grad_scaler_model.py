@@ -170,7 +170,7 @@ OPTIONS = st.fixed_dictionaries(
 @pytest.mark.slow
 @EVERY_LANGUAGE
 @settings(
-    max_examples=1000,
+    max_examples=300,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     database=None,
@@ -179,7 +179,8 @@ OPTIONS = st.fixed_dictionaries(
 @given(
     st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=3),
     OPTIONS,
-    st.lists(COMMANDS, max_size=25),
+    # Long ones, since each beginning of a sequence is checked, too, and examples cost time to make.
+    st.lists(COMMANDS, min_size=10, max_size=25),
 )
 def test_random_sequences_of_calls_match_the_model(language, kinds, options, commands):
     if language is LANGUAGES["C++"]:

@@ -7,7 +7,7 @@ import ampfuse
 import ampfuse.checkpoint as checkpoint
 import pytest
 import torch
-from scaler_languages import EVERY_LANGUAGE, LANGUAGES
+from scaler_languages import EVERY_LANGUAGE, LANGUAGES, step_by
 from torch.nn import Parameter
 
 
@@ -144,8 +144,7 @@ def test_optimizer_without_gradients_is_no_outlier():
     optimizer = ampfuse.AdamW([Parameter(torch.ones(2))])
     scaler = ampfuse.GradScaler("cpu", skip_outliers=6.0, allow_no_grads=True)
     scaler.scale_tensor()
-    scaler.step(optimizer)
-    scaler.update()
+    step_by(scaler, optimizer)
     assert not scaler.was_skipped()
 
 
@@ -169,9 +168,7 @@ def test_compiled_step_skips_outliers_as_an_eager_one(device, traced_backward):
 
         def step(norm):
             training.optimizer.zero_grad()
-            training.scaler.scale(training.param.sum() * norm).backward()
-            training.scaler.step(training.optimizer)
-            training.scaler.update()
+            step_by(training.scaler, training.optimizer, training.param.sum() * norm)
 
         step = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
         for number in range(70):
@@ -190,5 +187,4 @@ def test_host_does_not_wait(waits_are_errors):
     training.warm_up()
     training.scaler.scale(training.param.sum()).backward()
     waits_are_errors()
-    training.scaler.step(training.optimizer)
-    training.scaler.update()
+    step_by(training.scaler, training.optimizer)

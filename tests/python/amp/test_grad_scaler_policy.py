@@ -8,7 +8,7 @@ import ampfuse
 import pytest
 import torch
 from scale_reference import REFERENCES, Policy
-from scaler_languages import EVERY_LANGUAGE, LANGUAGES
+from scaler_languages import EVERY_LANGUAGE, LANGUAGES, step_by
 from torch.nn import Parameter
 from torch.optim import SGD
 
@@ -30,10 +30,7 @@ class Run:
         self.scaler.scale(self.model(inputs).sum()).backward()
         if overflow:
             self.model.weight.grad[1, 1] = inf
-        if unscale:
-            self.scaler.unscale_(self.optimizer)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        step_by(self.scaler, self.optimizer, unscale=unscale)
         return self.scaler.get_scale()
 
 
@@ -164,9 +161,7 @@ def test_gradients_are_clipped_if_their_scaled_norm_overflows_float32(language, 
         param = Parameter(torch.zeros(1_000_000, device=device))
         optimizer = language.adamw([param], lr=0.5, max_grad_norm=1000.0)
         scaler = language.scaler(device, scale, history=1)
-        scaler.scale((param * 5.0).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        step_by(scaler, optimizer, (param * 5.0).sum())
         assert optimizer.grad_norm.item() == pytest.approx(5000.0)
         assert scaler.history()[0].norm == pytest.approx(5000.0)
         outcomes.append(param.detach())
@@ -181,8 +176,7 @@ def test_history_norm_of_sparse_gradients_is_nan(language, device):
     param.grad = torch.sparse_coo_tensor(indices, torch.tensor([2.0, 2.0], device=device), (2,))
     scaler = language.scaler(device, 1.0, history=1)
     scaler.scale(torch.ones((), device=device))
-    scaler.step(language.sgd([param], lr=0.1))
-    scaler.update()
+    step_by(scaler, language.sgd([param], lr=0.1))
     assert isnan(scaler.history()[0].norm)
 
 
@@ -262,8 +256,7 @@ def test_a_model_may_be_cast_by_swapping_its_parameters_after_a_step(device, cli
     scaler.scale(network(torch.full((2, 3), inf, device=device)).sum()).backward()
     if clips:
         scaler.clip_grad_norm_(optimizer, 1.0)
-    scaler.step(optimizer)
-    scaler.update()
+    step_by(scaler, optimizer)
 
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

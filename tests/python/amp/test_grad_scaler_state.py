@@ -8,7 +8,7 @@ import ampfuse
 import pytest
 import torch
 from ampfuse.cpp_archive._file import write_archive
-from scaler_languages import EVERY_LANGUAGE, LANGUAGES
+from scaler_languages import EVERY_LANGUAGE, LANGUAGES, step_by
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.nn import Parameter
 
@@ -33,9 +33,7 @@ SPOILED = {
 
 def step(language, scaler, device, gradient=1.0):
     param = Parameter(torch.ones(1, device=device))
-    scaler.scale(gradient * param.sum()).backward()
-    scaler.step(language.sgd([param], lr=0.5))
-    scaler.update()
+    step_by(scaler, language.sgd([param], lr=0.5), gradient * param.sum())
 
 
 def stepped(language, device, *gradients, init_scale=4.0, **options):

@@ -13,7 +13,7 @@ import ampfuse
 import pytest
 import torch
 from optim_models import CLASSES, assert_same_bits
-from scaler_languages import EVERY_LANGUAGE, LANGUAGES
+from scaler_languages import EVERY_LANGUAGE, LANGUAGES, step_by
 from torch.nn import Linear, Parameter, Sequential, Tanh
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW
@@ -95,8 +95,7 @@ def train(recipe, scaler, network, optimizer, batches, overflows=()):
             network[-1].weight.grad[-1, -1] = inf
         if clip is not None:
             clip(scaler, optimizer, network.parameters())
-        scaler.step(optimizer)
-        scaler.update()
+        step_by(scaler, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +134,7 @@ def test_gradients_that_become_non_finite_after_unscale_are_applied(device, name
         scaler.scale(param.sum()).backward()
         scaler.unscale_(optimizer)
         param.grad[1] = value
-        scaler.step(optimizer)
-        scaler.update()
+        step_by(scaler, optimizer)
         assert param.isfinite().tolist() == [True, False], value
         assert scaler.get_scale() == 4.0
 
@@ -234,8 +232,7 @@ def overflow_144_times_and_step(scaler, optimizer, param):
         scale = scaler.get_scale()
         scaler.scale(torch.ones((), device=param.device))
         param.grad = torch.full_like(param, gradient)
-        scaler.step(optimizer)
-        scaler.update()
+        step_by(scaler, optimizer)
     assert scale == 2.0**-128
 
 

@@ -3,11 +3,11 @@
 import time
 
 import ampfuse.checkpoint as checkpoint
-import pytest
 import torch
 import torch.distributed as dist
 from ampfuse.checkpoint import CheckpointError, _save, _write
 from checkpointed import Stateful, error_of, same, shared_folder
+from on_ranks import on_ranks
 from processes import Scenarios
 from sharded_training import training, whole
 from torch import nn
@@ -17,14 +17,17 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 scenario = Scenarios()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def played(tmp_path_factory):
-    scenario.play(tmp_path_factory.mktemp("ranks"))
+# The rank that fails, and a part of its message.
+OF_ONE = {
+    "model of rank 1": (1, "weight is torch.float32 of shape [3, 3] in the checkpoint, and"),
+    "state of rank 1": (1, "save: values is of <class 'builtin_function_or_method'>"),
+    "rank 0 cannot write": (0, "/proc/run: cannot write here"),
+}
 
 
-@scenario("model of rank 1", "state of rank 1", "rank 0 cannot write")
-def fail(kind):
-    folder = shared_folder()
+@on_ranks(scenario, *OF_ONE)
+def test_error_of_one_rank_is_raised_on_all_and_names_the_rank(kind):
+    folder, (own, message) = shared_folder(), OF_ONE[kind]
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     checkpoint.save(folder, step=1, model=model)
@@ -38,53 +41,37 @@ def fail(kind):
         other = nn.Linear(3, 3 + dist.get_rank())
         error = error_of(lambda: checkpoint.load(folder, model=other))
     step = checkpoint.load(folder, model=model).step
-    return {"error": error, "step": step, "same": torch.equal(model.weight, weights)}
+    assert message in error, error
+    assert (f"rank {own}: " in error) == (dist.get_rank() != own), error
+    assert step == 1
+    assert torch.equal(model.weight, weights)
 
 
-@pytest.mark.parametrize(
-    ("kind", "own", "message"),
-    [
-        ("model of rank 1", 1, "weight is torch.float32 of shape [3, 3] in the checkpoint, and"),
-        ("state of rank 1", 1, "save: values is of <class 'builtin_function_or_method'>"),
-        ("rank 0 cannot write", 0, "/proc/run: cannot write here"),
-    ],
-)
-def test_error_of_one_rank_is_raised_on_all_and_names_the_rank(kind, own, message):
-    for rank, result in enumerate(scenario.results("fail", kind)):
-        assert message in result["error"]
-        assert (f"rank {own}: " in result["error"]) == (rank != own)
-        assert result["step"] == 1
-        assert result["same"]
+FILE = "rank-00001-00000.safetensors"
+DAMAGES = {
+    "flipped bit": (f"{FILE}: model/", "the tensor has changed since it was written"),
+    "missing file": (f"{FILE}: this file is missing",),
+}
 
 
-@scenario("flipped bit", "missing file")
-def damage(kind):
+@on_ranks(scenario, *DAMAGES)
+def test_damage_of_a_piece_is_found_by_the_rank_that_needs_it(kind):
     folder = shared_folder()
     first, second = training(0, "float32"), training(1, "float32")
     path = checkpoint.save(folder, step=1, **first.objects).path
     if dist.get_rank() == 0:
-        file = path / "rank-00001-00000.safetensors"
+        file = path / FILE
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.unlink() if kind == "missing file" else file.write_bytes(content)
     dist.barrier()
     before = whole(second.tensors())
     error = error_of(lambda: checkpoint.load(folder, **second.objects))
-    return {"error": error, "untouched": same(whole(second.tensors()), before)}
-
-
-def test_flipped_bit_of_a_piece_is_found_by_the_rank_that_needs_it():
-    for rank, result in enumerate(scenario.results("damage", "flipped bit")):
-        assert ("rank 1: " in result["error"]) == (rank == 0)
-        assert "rank-00001-00000.safetensors: model/" in result["error"]
-        assert "the tensor has changed since it was written" in result["error"]
-        assert result["untouched"]
-
-
-def test_missing_file_of_pieces_is_named():
-    for result in scenario.results("damage", "missing file"):
-        assert "rank-00001-00000.safetensors: this file is missing" in result["error"]
-        assert result["untouched"]
+    after = whole(second.tensors())
+    assert all(part in error for part in DAMAGES[kind]), error
+    if kind == "flipped bit":
+        assert ("rank 1: " in error) == (dist.get_rank() == 0), error
+    assert same(after, before)
 
 
 def no_space(*_):
@@ -99,25 +86,31 @@ def never(*_):
     time.sleep(1.5)
 
 
+NO_SPACE = "[Errno 28] No space left on device"
+NOT_WRITTEN = "the checkpoint of step 2 could not be written"
 # Rank 1 does this instead of writing its pieces, or of leaving a note in the background, which says
-# what it has written or why it failed.
+# what it has written or why it failed. Then the errors of both ranks have these parts.
 FAILURES = {
-    "at once": {"write": no_space},
-    "in the background": {"write": no_space},
-    "also its note": {"write": no_space, "note": no_space},
-    "only its note": {"first note": no_space},
-    "out of memory": {"write": no_memory},
-    "never": {"write": never},
+    "at once": ({"write": no_space}, [f"{NOT_WRITTEN}: {NO_SPACE}"] * 2),
+    "in the background": ({"write": no_space}, [f"{NOT_WRITTEN}: {NO_SPACE}"] * 2),
+    "also its note": (
+        {"write": no_space, "note": no_space},
+        ["rank 1: it could not write its part, nor say why", NO_SPACE],
+    ),
+    "only its note": ({"first note": no_space}, [f"rank 1: {NO_SPACE}", NO_SPACE]),
+    "out of memory": ({"write": no_memory}, ["rank 1: MemoryError()", "MemoryError()"]),
+    "never": ({"write": never}, ["rank 1 has not written its part in", NOT_WRITTEN]),
 }
 
 
-@scenario(*FAILURES)
-def unwritten(kind):
-    folder, leave_note = shared_folder(), _save.leave_note
+@on_ranks(scenario, *FAILURES)
+def test_rank_that_does_not_write_its_pieces_is_named_and_nothing_is_left(kind):
+    """Rank 0 does not wait for a rank that cannot even say why it failed."""
+    folder, leave_note, rank = shared_folder(), _save.leave_note, dist.get_rank()
+    failure, texts = FAILURES[kind]
     model = training(0, "float32").model
     checkpoint.save(folder, step=1, model=model)
-    if dist.get_rank() == 1:
-        failure = FAILURES[kind]
+    if rank == 1:
         _save.write_files = failure.get("write", _write.write_files)
         _save.leave_note = failure.get("first note", leave_note)
         _write.leave_note = failure.get("note", leave_note)
@@ -133,31 +126,10 @@ def unwritten(kind):
     _save.leave_note = _write.leave_note = leave_note
     names = sorted(path.name for path in folder.iterdir())
     saved_again = checkpoint.save(folder, step=2, model=model).path.name
-    return {"error": error, "names": names, "saved again": saved_again}
-
-
-NO_SPACE = "[Errno 28] No space left on device"
-NOT_WRITTEN = "the checkpoint of step 2 could not be written"
-
-
-@pytest.mark.parametrize(
-    ("kind", "texts"),
-    [
-        ("at once", (f"{NOT_WRITTEN}: {NO_SPACE}", f"{NOT_WRITTEN}: {NO_SPACE}")),
-        ("in the background", (f"{NOT_WRITTEN}: {NO_SPACE}", f"{NOT_WRITTEN}: {NO_SPACE}")),
-        ("also its note", ("rank 1: it could not write its part, nor say why", NO_SPACE)),
-        ("only its note", (f"rank 1: {NO_SPACE}", NO_SPACE)),
-        ("out of memory", ("rank 1: MemoryError()", "MemoryError()")),
-        ("never", ("rank 1 has not written its part in", NOT_WRITTEN)),
-    ],
-)
-def test_rank_that_does_not_write_its_pieces_is_named_and_nothing_is_left(kind, texts):
-    """Rank 0 does not wait for a rank that cannot even say why it failed."""
-    for rank, result in enumerate(scenario.results("unwritten", kind)):
-        assert texts[rank] in result["error"]
-        assert ("rank 1" in result["error"]) == (rank == 0)
-        assert result["names"] == [".lock", "step-00000001"]
-        assert result["saved again"] == "step-00000002"
+    assert texts[rank] in error, error
+    assert ("rank 1" in error) == (rank == 0), error
+    assert names == [".lock", "step-00000001"], names
+    assert saved_again == "step-00000002", saved_again
 
 
 class Weight(nn.Module):
@@ -182,8 +154,8 @@ REFUSED = {
 }
 
 
-@scenario(*REFUSED)
-def refused(kind):
+@on_ranks(scenario, *REFUSED)
+def test_what_cannot_be_stored_in_pieces_is_refused(kind):
     folder, mesh, rank = shared_folder(), init_device_mesh("cpu", (2,)), dist.get_rank()
     whole, rows = torch.ones(4, 4), distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
@@ -202,10 +174,5 @@ def refused(kind):
         "partial": {"model": Weight(DTensor.from_local(whole, mesh, [Partial()]))},
     }.get(kind, {"optimizer": optimizer})
     values = rows if kind == "values" else None
-    return {"error": error_of(lambda: checkpoint.save(folder, step=1, values=values, **objects))}
-
-
-@pytest.mark.parametrize(("kind", "message"), REFUSED.items())
-def test_what_cannot_be_stored_in_pieces_is_refused(kind, message):
-    for result in scenario.results("refused", kind):
-        assert message in result["error"]
+    error = error_of(lambda: checkpoint.save(folder, step=1, values=values, **objects))
+    assert REFUSED[kind] in error, error

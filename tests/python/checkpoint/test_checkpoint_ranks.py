@@ -7,19 +7,15 @@ import torch.distributed as dist
 from ampfuse.checkpoint import CheckpointError
 from ampfuse.checkpoint._ranks import from_bytes, to_bytes
 from checkpointed import Stateful, Training, same, shared_folder
+from on_ranks import on_ranks
 from processes import Scenarios
 from sharded_training import DATA_PARALLEL, SHARDED, grads_of, training, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 scenario = Scenarios()
 KINDS = (*SHARDED, *DATA_PARALLEL)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def played(tmp_path_factory):
-    scenario.play(tmp_path_factory.mktemp("ranks"))
 
 
 @scenario(*KINDS)
@@ -96,8 +92,8 @@ def test_one_process_does_not_load_what_each_of_two_had_of_its_own():
         checkpoint.load(folder, **one.objects)
 
 
-@scenario(*SHARDED)
-def spread(kind):
+@on_ranks(scenario, *SHARDED)
+def test_two_ranks_load_what_was_saved_whole(kind):
     """Save a whole model, which is the same on both ranks, and load it into a sharded one."""
     folder = shared_folder()
     one = training(0, kind, ranks=1)
@@ -108,19 +104,14 @@ def spread(kind):
     checkpoint.load(folder, **sharded.objects)
     loaded = [*whole(sharded.tensors()), *grads_of(sharded.model)]
     sharded.run(2)
-    return {"same": same(loaded, [*one.tensors(), *grads_of(one.model)])}
-
-
-@pytest.mark.parametrize("kind", SHARDED)
-def test_two_ranks_load_what_was_saved_whole(kind):
-    assert all(result["same"] for result in scenario.results("spread", kind))
+    assert same(loaded, [*one.tensors(), *grads_of(one.model)])
 
 
 PLACED = ("rows", "columns", "channels last", "tied", "a matrix without rows")
 
 
-@scenario(*PLACED)
-def reshard(kind):
+@on_ranks(scenario, *PLACED)
+def test_tensor_is_loaded_into_another_placement(kind):
     """Save one placement of a tensor, and load another one."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
@@ -146,16 +137,11 @@ def reshard(kind):
         checkpoint.load(folder, model=second)
         same_as_saved = [torch.equal(one, weight) for one in whole(second.parameters())]
         wrong += [] if all(same_as_saved) else [str(placement)]
-    return {"wrong": wrong}
+    assert wrong == [], wrong
 
 
-@pytest.mark.parametrize("kind", PLACED)
-def test_tensor_is_loaded_into_another_placement(kind):
-    assert [result["wrong"] for result in scenario.results("reshard", kind)] == [[], []]
-
-
-@scenario("of both", "of one")
-def numbers(kind):
+@on_ranks(scenario, "of both", "of one")
+def test_state_of_a_parameter_without_dimensions_is_sharded_if_it_was(kind):
     """Save and load a parameter without dimensions, and state that no parameter has."""
     folder, mesh = shared_folder(), init_device_mesh("cpu", (2,))
 
@@ -176,19 +162,13 @@ def numbers(kind):
     state, before = loaded.state[other], optimizer.state[param]
     same_as_saved = torch.equal(*whole([state["exp_avg"], before["exp_avg"]]))
     loaded.step()
-    kinds = [type(state[name]).__name__ for name in ("exp_avg", "step")]
-    return {"same": same_as_saved, "kinds": kinds}
+    assert same_as_saved
+    assert isinstance(state["exp_avg"], DTensor) == (kind == "of both")
+    assert not isinstance(state["step"], DTensor)
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("of both", "DTensor"), ("of one", "Tensor")])
-def test_state_of_a_parameter_without_dimensions_is_sharded_if_it_was(kind, expected):
-    for result in scenario.results("numbers", kind):
-        assert result["same"]
-        assert result["kinds"] == [expected, "Tensor"]
-
-
-@scenario("whole", "pieces")
-def mapped(kind):
+@on_ranks(scenario, "whole", "pieces")
+def test_loaded_tensors_do_not_depend_on_the_files(kind):
     """Change the file of a checkpoint after it was loaded."""
     folder = shared_folder()
     one = training(0, "float32", ranks=1 if kind == "whole" else 2)
@@ -204,12 +184,7 @@ def mapped(kind):
             with file.open("r+b") as opened:
                 opened.write(bytes(file.stat().st_size))
     dist.barrier()
-    return {"same": same([*whole(other.tensors()), *grads_of(other.model)], before)}
-
-
-@pytest.mark.parametrize("kind", ["whole", "pieces"])
-def test_loaded_tensors_do_not_depend_on_the_files(kind):
-    assert all(result["same"] for result in scenario.results("mapped", kind))
+    assert same([*whole(other.tensors()), *grads_of(other.model)], before)
 
 
 def test_column_of_one_element_is_sent_as_bytes():

@@ -86,7 +86,7 @@ def folder(kind, flatten, stage):
 
 def go_on(case):
     """Load what the stage before has saved, train, and save."""
-    stage = [scenario.ranks for scenario in STAGES].index(dist.get_world_size())
+    stage = [ranks.ranks for ranks in STAGES].index(dist.get_world_size())
     run, same_as_saved = Run(*case, stage), True
     names = ("step", *MOMENTS, "master_param")
     if stage > 0:
@@ -103,8 +103,8 @@ def go_on(case):
     return {"same as saved": same_as_saved, "steps": run.tensors(["step"])[-1].item()}
 
 
-for scenario in STAGES:
-    scenario(*CASES)(go_on)
+for ranks in STAGES:
+    ranks(*CASES)(go_on)
 
 
 @STAGES[1]("a checkpoint", "a state")
@@ -133,22 +133,22 @@ def load_bfloat16_of_torch(source):
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory):
+def stages(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHECKPOINTS", str(tmp_path_factory.mktemp("checkpoints")))
-        for scenario in STAGES:
-            scenario.play(tmp_path_factory.mktemp("ranks"))
+        for ranks in STAGES:
+            ranks.play(tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}{', flattened' * case[1]}")
-def test_run_goes_on_with_one_rank_and_then_with_four(played, case):
-    for stage, scenario in enumerate(STAGES):
-        for result in scenario.results("go_on", case):
+def test_run_goes_on_with_one_rank_and_then_with_four(stages, case):
+    for stage, ranks in enumerate(STAGES):
+        for result in ranks.results("go_on", case):
             assert result["same as saved"]
             assert result["steps"] == 3 * (stage + 1)
 
 
 @pytest.mark.parametrize("source", ["a checkpoint", "a state"])
-def test_bfloat16_weights_of_torch_without_masters_are_loaded(played, source):
+def test_bfloat16_weights_of_torch_without_masters_are_loaded(stages, source):
     (result,) = STAGES[1].results("load_bfloat16_of_torch", source)
     assert result["same"]

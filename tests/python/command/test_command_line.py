@@ -1,8 +1,11 @@
-"""The command line of `python -m ampfuse`: errors, help and version."""
+"""The command line of `python -m ampfuse`: errors, help, version, and `compare`."""
+
+import json
 
 import ampfuse
 import pytest
 import torch
+from ampfuse.diagnosis._phases import PHASES
 from ampfuse.patching import PARTS
 
 
@@ -72,3 +75,81 @@ def test_version_is_that_of_ampfuse_and_torch(programs):
     done = programs.ours("--version")
     assert done.returncode == 0
     assert done.stdout == f"ampfuse {ampfuse.__version__}, torch {torch.__version__}\n"
+
+
+def report(forward=10.0, *, quartiles=None, hints=(), skipped=1, peak=100, steps=True):
+    milliseconds = dict.fromkeys(PHASES, 0.0) | {"forward": forward, "backward": 20.0}
+    whole = sum(milliseconds.values())
+    quartiles = quartiles or [whole - 0.1, whole, whole + 0.1]
+    times = {"count": 100, "milliseconds": milliseconds, "quartiles": quartiles}
+    return {
+        "steps": times if steps else None,
+        "program": "train.py",
+        "scalers": [{"taken": 99, "skipped": skipped, "scale": 65536.0}],
+        "peak_memory": {"host": peak * 2**20, "cuda:0": peak * 2**21},
+        "hints": list(hints),
+    }
+
+
+@pytest.fixture
+def compare(programs):
+    def run(before, after):
+        for name, content in (("a.json", before), ("b.json", after)):
+            programs.write(name, content if isinstance(content, str) else json.dumps(content))
+        return programs.ours("compare", "a.json", "b.json")
+
+    return run
+
+
+def test_times_memory_and_scalers_are_compared(compare):
+    done = compare(report(), report(4.0, skipped=3, peak=50))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "                 a.json    b.json  change",
+        "steps               100       100",
+        "a step         30.00 ms  24.00 ms    -20%",
+        "  median       30.00 ms  24.00 ms    -20%",
+        "  forward      10.00 ms   4.00 ms    -60%",
+        "  backward     20.00 ms  20.00 ms     +0%",
+        "peak memory     100 MiB  50.0 MiB    -50%",
+        "on cuda:0       200 MiB   100 MiB    -50%",
+        "steps taken          99        99      +0",
+        "steps skipped         1         3      +2",
+        "last scale       65,536    65,536",
+    ]
+
+
+def test_difference_within_the_usual_range_of_steps_is_called_noise(compare):
+    before = report(10.0, quartiles=[28.0, 30.0, 33.0])
+    after = report(11.0, quartiles=[29.0, 31.0, 34.0])
+    text = compare(before, after).stdout
+    assert "+3% (within noise)" in text
+    assert text.count("noise") == 1  # of the median; rare slow steps may change the mean
+
+
+def test_hints_that_are_new_or_gone_are_printed(compare):
+    before = report(hints=["51% of a step (10.5 ms) waits", "too few workers"])
+    after = report(hints=["49% of a step (9.75 ms) waits", "slow"])
+    lines = compare(before, after).stdout.splitlines()
+    assert lines[-2:] == ["no longer: too few workers", "new: slow"]
+
+
+def test_programs_that_differ_or_have_few_steps_or_no_scalers_can_be_compared(compare):
+    other = report(steps=False) | {"program": "other.py", "scalers": []}
+    done = compare(report(), other)
+    assert done.returncode == 0
+    _, programs, steps, *others = done.stdout.splitlines()
+    assert programs.split() == ["program", "train.py", "other.py"]
+    assert steps.split() == ["steps", "100", "few"]
+    assert "taken" not in " ".join(others)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"program": "a", "steps": null, "scalers": [], "peak_memory": {}}'],
+)
+def test_files_that_are_no_reports_are_refused(compare, content):
+    done = compare(report(), content)
+    assert done.returncode == 2
+    assert done.stderr.startswith("python -m ampfuse: compare: ")
+    assert "b.json" in done.stderr

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ampfuse.distributed import join_ranks
+from on_ranks import on_ranks
 from processes import Scenarios
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,8 +40,8 @@ MODELS = {
 }
 
 
-@scenario(*MODELS)
-def only_plain_shards_need_a_group(kind):
+@on_ranks(scenario, *MODELS)
+def test_only_plain_shards_need_a_group(kind):
     network = MODELS[kind]()
     optimizer = ampfuse.AdamW(network.parameters(), max_grad_norm=1.0)
     scaler = ampfuse.GradScaler("cpu")
@@ -49,16 +50,10 @@ def only_plain_shards_need_a_group(kind):
     for one in (joined, optimizer, scaler):
         assert one.process_group is expected
     assert ("no group is needed" in joined.reason) == (kind != "FSDP1")
-    return {}
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_only_plain_shards_need_a_group(kind):
-    scenario.results("only_plain_shards_need_a_group", kind)
-
-
-@scenario(None)
-def stages_of_a_pipeline_skip_together(_):
+@on_ranks(scenario)
+def test_stages_of_a_pipeline_skip_together():
     rank, stages = dist.get_rank(), group()
     network = nn.Linear(4, 4)
     stage = PipelineStage(network, rank, 2, torch.device("cpu"), group=stages)
@@ -88,25 +83,12 @@ def stages_of_a_pipeline_skip_together(_):
     before = ampfuse.AdamW(network.parameters(), unscale="before")
     with pytest.raises(ValueError, match='unscale: expected "auto"'):
         join_ranks(network, before, pipeline=stage)
-    return {}
 
 
-@scenario(None)
-def optimizer_within_a_zero_redundancy_optimizer_is_joined(_):
+@on_ranks(scenario)
+def test_optimizer_within_a_zero_redundancy_optimizer_is_joined():
     network = nn.Linear(4, 4)
     optimizer = ZeroRedundancyOptimizer(network.parameters(), ampfuse.AdamW, lr=0.1)
     scaler = ampfuse.GradScaler("cpu")
     join_ranks(network, optimizer, scaler)
     assert optimizer.optim.process_group is scaler.process_group is optimizer.process_group
-    return {}
-
-
-@pytest.mark.parametrize(
-    "claim",
-    [
-        "stages_of_a_pipeline_skip_together",
-        "optimizer_within_a_zero_redundancy_optimizer_is_joined",
-    ],
-)
-def test_on_two_ranks(claim):
-    scenario.results(claim, None)

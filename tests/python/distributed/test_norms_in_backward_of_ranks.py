@@ -7,6 +7,7 @@ import pytest
 import torch
 from ampfuse.distributed import norms_in_backward
 from gradient_reads import GradientReads, assert_same, train
+from on_ranks import on_ranks
 from processes import Scenarios
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -50,8 +51,8 @@ CASES = [(wrapper, True, passes) for wrapper in WRAPPERS for passes in (1, 2)]
 CASES += [(wrapper, False, 1) for wrapper in ("DDP", "FSDP2")]
 
 
-@scenario(*CASES)
-def gradients_are_read_once_with_the_same_norm(case):
+@on_ranks(scenario, *CASES)
+def test_gradients_are_read_once_with_the_same_norm(case):
     wrapper, scaled, passes = case
     skips = wrapper == "DDP, unused parameters"
     options = {"scaled": scaled, "passes": passes, "skips": skips, "wrap": WRAPPERS[wrapper]}
@@ -61,12 +62,6 @@ def gradients_are_read_once_with_the_same_norm(case):
     # Buckets in which some parameters are unused are read again.
     assert max(found["reads"]) <= (2 if skips else 1)
     assert found["skipped"] == ([False, True, False] if scaled else [])
-    return {}
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_are_read_once_with_the_same_norm(case):
-    scenario.results("gradients_are_read_once_with_the_same_norm", case)
 
 
 def tensor_parallel():
@@ -96,8 +91,8 @@ WRITES = {
 }
 
 
-@scenario(*WRITES)
-def dtensors_that_are_written_are_read_again(kind):
+@on_ranks(scenario, *WRITES)
+def test_dtensors_that_are_written_after_backward_are_read_again(kind):
     make, set_to_none, write = WRITES[kind]
     norms = {}
     for with_norms in (False, True):
@@ -116,16 +111,10 @@ def dtensors_that_are_written_are_read_again(kind):
             norms[with_norms].append(optimizer.grad_norm.item())
             optimizer.zero_grad(set_to_none)
     assert norms[True] == pytest.approx(norms[False], rel=2**-23)
-    return {}
 
 
-@pytest.mark.parametrize("kind", WRITES)
-def test_dtensors_that_are_written_after_backward_are_read_again(kind):
-    scenario.results("dtensors_that_are_written_are_read_again", kind)
-
-
-@scenario(None)
-def uneven_inputs_and_compiled_models_are_served(_):
+@on_ranks(scenario)
+def test_uneven_inputs_and_compiled_models_are_served():
     """Let ranks take different numbers of steps: those that have joined run no backward pass."""
     torch.manual_seed(0)
     model = DDP(nn.Linear(4, 3))
@@ -138,16 +127,14 @@ def uneven_inputs_and_compiled_models_are_served(_):
             with GradientReads(model.parameters()) as counted:
                 optimizer.step()
     assert counted.read == counted.size
-    return {}
 
 
-@scenario(None)
-def models_whose_gradients_may_be_reduced_after_backward_are_refused(_):
+@on_ranks(scenario)
+def test_models_whose_gradients_may_be_reduced_after_backward_are_refused():
     inner = nn.Linear(4, 4)
     for model in (inner, nn.Sequential(DDP(nn.Linear(4, 4))), DDP(inner).module):
         with pytest.raises(ValueError, match="reduced after backward"):
             norms_in_backward(model, ampfuse.AdamW(model.parameters()))
-    return {}
 
 
 def reduce_in_float32(_, bucket):
@@ -157,8 +144,8 @@ def reduce_in_float32(_, bucket):
     return future
 
 
-@scenario(None)
-def overflow_by_the_rounding_of_a_hooks_result_is_found(_):
+@on_ranks(scenario)
+def test_overflow_by_the_rounding_of_a_hooks_result_is_found():
     for with_norms in (False, True):
         torch.manual_seed(0)
         model = DDP(nn.Linear(4, 3).half())
@@ -171,26 +158,11 @@ def overflow_by_the_rounding_of_a_hooks_result_is_found(_):
         scaler.scale(model(torch.ones(2, 4).half()).sum()).backward()
         scaler.step(optimizer)
         assert scaler.was_skipped()
-    return {}
 
 
-@scenario(None)
-def norm_is_that_of_gradients_after_a_hook(_):
+@on_ranks(scenario)
+def test_norm_is_that_of_gradients_after_a_hook():
     hook = (None, bf16_compress_hook)
     found = train(True, wrap=DDP, hook=hook)
     assert_same(found, train(False, wrap=DDP, hook=hook))
     assert found["reads"] == [1, 1, 1]
-    return {}
-
-
-@pytest.mark.parametrize(
-    "claim",
-    [
-        "uneven_inputs_and_compiled_models_are_served",
-        "models_whose_gradients_may_be_reduced_after_backward_are_refused",
-        "overflow_by_the_rounding_of_a_hooks_result_is_found",
-        "norm_is_that_of_gradients_after_a_hook",
-    ],
-)
-def test_on_four_ranks(claim):
-    scenario.results(claim, None)

@@ -105,8 +105,10 @@ def test_code_of_the_page_is_formatted(tmp_path):
 def test_operators_cuda_source_compiles(copy, tmp_path):
     torch_headers = SITE / "torch" / "include"
     includes = [copy / "csrc" / "include", BUILD / "include"]
+    ccache = shutil.which("ccache")
     run(
-        *(NVCC, "-std=c++20", "-arch=sm_90", "-Werror", "all-warnings"),
+        *([ccache] if ccache else []),
+        *(NVCC, "-std=c++20", "-arch=sm_90", "-Werror=all-warnings"),
         *(f"-I{folder}" for folder in includes),
         *("-isystem", torch_headers),
         *("-isystem", torch_headers / "torch" / "csrc" / "api" / "include"),

@@ -67,6 +67,6 @@ def test_warning_is_given_only_for_a_driver_that_is_too_old(
     assert any("Update the driver to 530 or newer" in text for text in texts) == is_old
 
 
-def test_check_targets_raises_nothing_before_any_loss(monkeypatch):
+def test_check_targets_raises_nothing_before_any_loss():
     """A replayed graph checks no target itself. On a CPU every target is checked before its use."""
     assert ampfuse.check_targets() is None

@@ -260,6 +260,8 @@ def test_losses_pass_their_tests_without_vector_instructions():
         pytest.skip("there is nothing less here")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cpu"]
     command += ["-m", "vectorised and not slow", str(Path(__file__).parent)]
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    # One thread: if others use all cores, each that is woken for a small loop waits for a core. The
+    # tests of threads set their number.
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from cross_entropy_samples import CROSS_ENTROPY_SAMPLES, SUM, batch, statistics_of
-from op_overloads import looks, overload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from op_overloads import overload
 from torch.library import opcheck
 
 OPS = torch.ops.ampfuse
@@ -43,16 +42,6 @@ def test_operators_pass_opcheck_with_positions(device, dtype, images):
     options = (None, *statistics_of(logits, target), 1, -100, 0.0, 0.0, None)
     opcheck(OPS.cross_entropy_backward.default, (one, logits, target, *options))
     opcheck(OPS.cross_entropy_rescale_.default, (logits, baked, 3 * one))
-
-
-@pytest.mark.parametrize("op", CROSS_ENTROPY_SAMPLES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_fake_results_have_the_metadata_of_real_ones(device, op, dtype):
-    sample = CROSS_ENTROPY_SAMPLES[op](dtype, device, 4)
-    real = overload(op)(*sample)
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in sample]
-        assert looks(overload(op)(*fakes)) == looks(real)
 
 
 def test_backward_refuses_tensors_that_forward_cannot_have_returned(device):

@@ -5,20 +5,16 @@ import pytest
 import torch
 from ampfuse.memory import BatchSize, account, largest_batch
 from ampfuse.memory._batch import search
+from on_ranks import played  # noqa: F401
 from processes import Scenarios
 from torch import nn
 
 MIB = 2**20
 
-SCENARIOS = Scenarios()
+scenario = Scenarios()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ranks(tmp_path_factory):
-    SCENARIOS.play(tmp_path_factory.mktemp("ranks"))
-
-
-@SCENARIOS(64)
+@scenario(64)
 def same_on_all_ranks(memory):
     group = torch.distributed.group.WORLD
     room = (memory + 64 * torch.distributed.get_rank()) * MIB
@@ -30,7 +26,7 @@ def same_on_all_ranks(memory):
 
 @pytest.mark.slow
 def test_all_ranks_get_the_batch_that_fits_on_each_of_them():
-    first, second = SCENARIOS.results("same_on_all_ranks", 64)
+    first, second = scenario.results("same_on_all_ranks", 64)
     assert second["own"] > 1.5 * first["own"]
     assert first["agreed"] == second["agreed"] == first["own"]
 

@@ -38,6 +38,7 @@ for epoch in range(9):
         optimizer.zero_grad()
         print("loss", loss.item(), "of", len(batch), sys.argv[1:], flush=True)
 """
+WITHOUT_WORKERS = re.sub(r", num_workers.*", "", PROGRAM)
 
 
 def memory(programs, *arguments):
@@ -96,7 +97,7 @@ def fitted(programs, size, *arguments):
 
 
 def test_fit_finds_the_largest_batch(programs):
-    programs.write("train.py", PROGRAM)
+    programs.write("train.py", WITHOUT_WORKERS)
     _, largest = fitted(programs, "64MiB", "--batch", "64")
     peaks = []
     for batch in (largest, largest + 1):
@@ -108,7 +109,7 @@ def test_fit_finds_the_largest_batch(programs):
 
 
 def test_fit_says_if_no_batch_fits(programs):
-    programs.write("train.py", PROGRAM)
+    programs.write("train.py", LOADERS)
     (*_, last), largest = fitted(programs, "1MB")
     assert "no batch fits in 1,024 KiB" in last
     assert largest == 0
@@ -168,7 +169,7 @@ def test_dataset_may_be_smaller_than_a_batch(programs):
 
 
 def test_fit_counts_no_samples_that_are_not_there(programs):
-    programs.write("train.py", PROGRAM.replace("(4096, 33)", "(20, 33)"))
+    programs.write("train.py", SMALL.replace("2**16", "20").replace("32)", "8)"))
     (found, _), largest = fitted(programs, "200MiB")
     assert "at least" in found
     assert 8 <= largest <= 20

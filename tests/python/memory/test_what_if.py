@@ -76,8 +76,8 @@ PROGRAMS = {
     "GPU, autocast": {"device": "cuda", "has_autocast": True},
     "CPU, float32": {},
     "CPU, autocast": {"has_autocast": True},
-    "GPU, accumulation": {"device": "cuda", "has_autocast": True, "micro_batches": 3},
-    "CPU, accumulation": {"has_autocast": True, "micro_batches": 3},
+    "GPU, accumulation": {"device": "cuda", "has_autocast": True, "micro_batches": 2},
+    "CPU, accumulation": {"has_autocast": True, "micro_batches": 2},
 }
 
 
@@ -135,7 +135,7 @@ def test_frozen_weights_have_no_masters_and_only_adamw_can_have_any():
 
 
 # Layers that end with a norm return float32, and the next layer saves a copy of another dtype.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 def test_inputs_of_checkpointed_blocks_stay_until_backward(dtype):
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     model = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)

@@ -5,13 +5,15 @@ A test fails if the entry is missing.
 """
 
 import pytest
+import scale_reference
 import torch
 from adam_reference import OPTIONS
 from cross_entropy_samples import CROSS_ENTROPY_SAMPLES
-from linear_samples import LINEAR_SAMPLES
+from linear_samples import LINEAR_KEYWORDS, LINEAR_SAMPLES
 from op_overloads import looks, overload
-from reference import heavy_tailed
+from reference import REAL, heavy_tailed, scalar
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 LAYOUTS = {
     "contiguous": lambda x: x,
@@ -22,10 +24,6 @@ LAYOUTS = {
 
 def tensors(dtype, device, layout):
     return [LAYOUTS[layout](heavy_tailed((5, 7), dtype, device, seed=seed)) for seed in (0, 1)]
-
-
-def scalar(value, device):
-    return torch.tensor(value, device=device)
 
 
 def unscaling(device):
@@ -47,7 +45,8 @@ OPCHECK_SAMPLES = {
         [scalar(0.0, device), scalar(1.0, device)],
     ),
 }
-SCALE_OPTIONS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
+# The arguments of losses. Their tests of opcheck are in tests/python/losses.
+LOSS_SAMPLES = CROSS_ENTROPY_SAMPLES | LINEAR_SAMPLES
 
 
 def adam_columns(tensors):
@@ -63,7 +62,14 @@ def keywords(op, device):
     """Return the keyword-only arguments of an op."""
     if op.startswith("fused_adam"):
         return OPTIONS | {"lr": scalar(1e-3, device)}
-    return SCALE_OPTIONS if op == "update_scale" else {}
+    return scale_reference.OPTIONS if op == "update_scale" else {}
+
+
+def sample_of(op, dtype, device, layout):
+    """Return the positional arguments of an op or of a loss, and the keyword-only ones."""
+    if op in LOSS_SAMPLES:
+        return LOSS_SAMPLES[op](dtype, device, 4), LINEAR_KEYWORDS.get(op, {})
+    return OPCHECK_SAMPLES[op](tensors(dtype, device, layout), device), keywords(op, device)
 
 
 def registered_ops():
@@ -95,7 +101,7 @@ def test_every_op_answers_on_cuda_with_a_kernel_or_an_error_of_ours(op):
 
 @pytest.mark.parametrize("op", registered_ops())
 def test_ops_are_tagged_compliant_exactly_if_opcheck_covers_them(op):
-    is_covered = op in OPCHECK_SAMPLES | CROSS_ENTROPY_SAMPLES | LINEAR_SAMPLES
+    is_covered = op in OPCHECK_SAMPLES | LOSS_SAMPLES
     # Tracing refuses an op that overwrites its argument and has a gradient.
     assert (torch.Tag.pt2_compliant_tag in overload(op).tags) == is_covered
 
@@ -117,9 +123,7 @@ CHECKS = [(op, *look) for op in OPCHECK_SAMPLES for look in LOOKS if op != "upda
 
 @pytest.mark.parametrize(("op", "dtype", "layout"), [*CHECKS, ("update_scale", *LOOKS[0])])
 def test_opcheck_passes_for_every_sampled_op(device, op, dtype, layout):
-    sample = OPCHECK_SAMPLES[op](tensors(dtype, device, layout), device)
-
-    torch.library.opcheck(overload(op), sample, keywords(op, device))
+    torch.library.opcheck(overload(op), *sample_of(op, dtype, device, layout))
 
 
 def test_opcheck_passes_for_the_norm_of_tensors_that_require_grad(device):
@@ -144,18 +148,20 @@ def test_opcheck_passes_for_an_empty_list(op):
     )
 
 
-@EVERY_CHECKED_OP
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("op", "layout"),
+    [(op, layout) for op in OPCHECK_SAMPLES for layout in LAYOUTS]
+    + [(op, "contiguous") for op in LOSS_SAMPLES],
+)
 def test_fake_results_have_the_metadata_of_real_ones(device, op, layout):
-    dtypes = [torch.bfloat16, torch.float64, torch.complex64]
-    for dtype in dtypes[:2] if op.startswith("fused_adam") else dtypes:  # no complex kernel
-        real = overload(op)(
-            *OPCHECK_SAMPLES[op](tensors(dtype, device, layout), device), **keywords(op, device)
-        )
+    has_complex_kernel = op in OPCHECK_SAMPLES and not op.startswith("fused_adam")
+    for dtype in [*REAL, torch.complex64] if has_complex_kernel else REAL:
+        sample = sample_of(op, dtype, device, layout)
+        with FakeTensorMode() as mode:
+            arguments, options = tree_map_only(torch.Tensor, mode.from_tensor, sample)
+            fake = overload(op)(*arguments, **options)
 
-        with FakeTensorMode():
-            fakes = [torch.empty_like(tensor) for tensor in tensors(dtype, device, layout)]
-            fake = overload(op)(*OPCHECK_SAMPLES[op](fakes, device), **keywords(op, device))
+        real = overload(op)(*sample[0], **sample[1])
 
         assert looks(fake) == looks(real), dtype
 

@@ -1,42 +1,13 @@
 """A model with losses of ampfuse, exported, compiled ahead of time, and run without Python."""
 
+import os
+
 import ampfuse
 import pytest
 import torch
-from packaging_tools import build_program, environment, run
+from packaging_tools import ROOT, build_program, environment, run
 from torch import nn
 from torch.testing import assert_close
-
-MAIN = """
-#include <ATen/ATen.h>
-#include <ampfuse/build_info.h>
-#include <c10/core/InferenceMode.h>
-#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-
-#include <iostream>
-
-constexpr int ROWS = 9;
-
-int main(int, char** arguments) {
-  c10::InferenceMode inference;
-  // The package calls operators of ampfuse. This call makes the linker keep the library.
-  std::cout << ampfuse::build_info().version << std::endl;
-  torch::inductor::AOTIModelPackageLoader model(arguments[1]);
-  const at::Tensor features = at::linspace(-2, 2, ROWS * 8).reshape({ROWS, 8});
-  const at::Tensor target = at::arange(ROWS) * 7 % 11;
-  for (const at::Tensor& loss : model.run({features, target})) {
-    std::cout << loss.scalar_type() << " " << loss.item<float>() << std::endl;
-  }
-}
-"""
-
-CMAKE = """
-cmake_minimum_required(VERSION 3.21)
-project(score CXX)
-find_package(ampfuse REQUIRED)
-add_executable(score main.cpp)
-target_link_libraries(score PRIVATE ampfuse::ampfuse)
-"""
 
 
 class Scored(nn.Module):
@@ -103,10 +74,10 @@ def test_package_runs_in_python_and_in_a_cpp_program(exported, tmp_path):
             assert loss.dtype == torch.float32
             assert_close(loss, right, rtol=rtol, atol=0)
 
-    (tmp_path / "main.cpp").write_text(MAIN)
-    (tmp_path / "CMakeLists.txt").write_text(CMAKE)
-    build_program(tmp_path, tmp_path / "build")
-    printed = run(tmp_path / "build" / "score", package, env=environment())
+    # The program stays in the build folder between runs, so only the first run compiles it.
+    build = ROOT / os.environ.get("AMPFUSE_BUILD", "build") / "programs" / "exported_model"
+    build_program(ROOT / "tests" / "cpp" / "exported_model", build)
+    printed = run(build / "exported_model", package, env=environment())
     losses = [line.split() for line in printed.splitlines()[1:]]
     assert [dtype for dtype, _ in losses] == ["Float"] * 4
     for (_, loss), right in zip(losses, expected, strict=True):

@@ -72,13 +72,6 @@ def test_version_of_every_written_tensor_rises_by_one(device, found_inf, write_b
     assert [x._version for x in written] == [version + 1 for version in of_written]
 
 
-def test_meta_tensors_are_accepted(device):
-    lists = AdamLists(*([x.to("meta") for x in c] for c in sample(Dtypes(), device).columns()))
-    scalars = signals(torch.device("meta"))
-
-    assert fused_adam(*lists.columns(), **AMSGRAD, **scalars, write_back_grads=True) is None
-
-
 def step(columns, lr, grad_scale, found_inf, grad_norm):
     fused_adam(*columns, lr=lr, grad_scale=grad_scale, found_inf=found_inf, **AMSGRAD)
 

@@ -13,7 +13,7 @@ from adam_reference import (
     assert_same_lists,
     step,
 )
-from reference import memory_between
+from reference import LONG_AND_SHORT, memory_between
 
 SHAPE = (4, 5, 3, 7)  # odd rows, so that they start at all alignments
 
@@ -51,43 +51,26 @@ def laid_out(lists, of_params, of_others):
 
 @pytest.mark.parametrize("dtypes", [Dtypes(), BFLOAT16_WITH_REMAINDERS], ids=str)
 def test_elements_are_matched_by_index_in_any_layout(device, dtypes):
+    """The steps are one that only reads gradients, one that writes them, and a skipped one."""
     before = adam_lists([SHAPE, SHAPE], device, dtypes, amsgrad=True, steps=2)
-    signals = {"write_back_grads": True, "grad_scale": torch.tensor(4.0, device=device)}
-    contiguous = before.clone()
-    step(contiguous, amsgrad=True, **signals)
+    scale, flag = torch.tensor(4.0, device=device), torch.ones((), device=device)
+    steps = [{}, {"write_back_grads": True}, {"write_back_grads": True, "found_inf": flag}]
+    contiguous = [before]
+    for options in steps:
+        contiguous.append(contiguous[-1].clone())
+        step(contiguous[-1], amsgrad=True, grad_scale=scale, **options)
     for layouts in itertools.product(LAYOUTS, repeat=2):
         lists = laid_out(before, *layouts)
         strides = [tensor.stride() for tensor in lists.tensors()]
 
-        step(lists, amsgrad=True, **signals)
+        for options, expected in zip(steps, contiguous[1:], strict=True):
+            step(lists, amsgrad=True, grad_scale=scale, **options)
+            assert_same_lists(lists, expected)
 
-        assert_same_lists(lists, contiguous)
         assert [tensor.stride() for tensor in lists.tensors()] == strides, layouts
         for tensor in lists.tensors():
             storage, between = memory_between(tensor)
             assert (storage[between] == 77).all(), layouts
-
-
-def test_gradients_that_are_only_read_keep_their_bits(device):
-    for layout in LAYOUTS:
-        lists = laid_out(adam_lists([SHAPE], device, amsgrad=True), "contiguous", layout)
-        before = lists.clone()
-
-        step(lists, amsgrad=True, grad_scale=torch.tensor(4.0, device=device))
-
-        assert torch.equal(lists.grads[0], before.grads[0]), layout
-        assert not torch.equal(lists.params[0], before.params[0]), layout
-
-
-def test_skipped_step_writes_nothing(device):
-    flag = torch.ones((), device=device)
-    for layout in LAYOUTS:
-        lists = laid_out(adam_lists([SHAPE], device, amsgrad=True, steps=2), "transposed", layout)
-        before = lists.clone()
-
-        step(lists, amsgrad=True, write_back_grads=True, found_inf=flag)
-
-        assert_same_lists(lists, before)
 
 
 def further_in_its_storage(x, elements):
@@ -127,27 +110,11 @@ def test_lazy_clones_are_written_and_their_originals_are_not(device, dtypes):
     assert_same_lists(originals, before)
 
 
-def test_interleaved_views_of_one_storage_are_stepped_separately(device):
-    apart = adam_lists([257] * 4, device, amsgrad=True, steps=2)
-    storage = torch.stack(apart.params, dim=1)
-    interleaved = apart.clone()
-    interleaved.params = list(storage.unbind(dim=1))
-
-    step(apart, amsgrad=True)
-    step(interleaved, amsgrad=True)
-
-    assert torch.equal(storage, torch.stack(apart.params, dim=1))
-
-
-# Several chunks, neighbours of a vector and of a chunk, and no elements.
-SHAPES = [65537, 1, 8193, 33, 257, 40_000, 8192, 0, 100_000]
-
-
 @EVERY_KIND
 def test_bits_of_a_tensor_do_not_depend_on_its_neighbours(device, dtypes):
-    together = adam_lists(SHAPES, device, dtypes, amsgrad=True, steps=2)
+    together = adam_lists(LONG_AND_SHORT, device, dtypes, amsgrad=True, steps=2)
     alone, backwards = together.clone(), together.clone()
-    indices = range(len(SHAPES))
+    indices = range(len(LONG_AND_SHORT))
 
     step(together, amsgrad=True)
     for index in indices:

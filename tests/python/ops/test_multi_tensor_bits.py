@@ -9,15 +9,20 @@ import sys
 import pytest
 import torch
 from ampfuse.ops import multi_tensor_norm, multi_tensor_unscale, multi_tensor_unscale_norm
-from reference import DTYPES, EVERY_DTYPE, ORDERS, SIZES, bits, heavy_tailed, same_bits
-
-# Three threads get a share each: no thread is woken for less than 32768 elements. The cuts between
-# shares depend on the number of threads. Small tensors are in between.
-SHAPES = [65537, 1, 8193, 33, 257, 40_000, 8192, 0, 100_000]
+from reference import (
+    DTYPES,
+    EVERY_DTYPE,
+    LONG_AND_SHORT,
+    ORDERS,
+    SIZES,
+    bits,
+    heavy_tailed,
+    same_bits,
+)
 
 
 def tensor_list(dtype, device):
-    return [heavy_tailed(shape, dtype, device, seed=i) for i, shape in enumerate(SHAPES)]
+    return [heavy_tailed(shape, dtype, device, seed=i) for i, shape in enumerate(LONG_AND_SHORT)]
 
 
 @EVERY_DTYPE

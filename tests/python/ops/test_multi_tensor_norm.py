@@ -7,12 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import (
     COMPLEX,
-    DTYPES,
-    DTYPES_16_BIT,
     EVERY_DTYPE,
     EVERY_ORDER,
     ORDERS,
-    REAL,
     SIZES,
     VIEWS,
     assert_norm,
@@ -49,6 +46,7 @@ def test_norm_of_every_memory_layout_matches_the_reference(device, dtype):
             result = multi_tensor_norm([tensor], ord)
 
             assert_norm(result.total_norm, [tensor], ord)
+            assert result.total_norm.dtype == result.norms.dtype == norm_dtype([tensor])
             assert result.norms.tolist() == [result.total_norm.item()]
 
 
@@ -79,7 +77,7 @@ def test_conjugate_and_negative_views_have_the_norm_of_their_values(device, dtyp
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-@given(recipe=mixtures, ord=st.sampled_from(ORDERS))
+@given(recipe=mixtures, ord=st.sampled_from([1, *ORDERS]))
 def test_norm_of_mixed_dtypes_and_layouts_matches_the_reference(device, ord, recipe):
     tensors = mixture(recipe, device)
 
@@ -90,17 +88,6 @@ def test_norm_of_mixed_dtypes_and_layouts_matches_the_reference(device, ord, rec
     for tensor, norm in zip(tensors, result.norms, strict=True):
         assert_norm(norm, [tensor], ord)
     assert result.found_inf.item() == 0
-
-
-def test_norm_is_float32_unless_a_tensor_is_double():
-    mixed = [DTYPES_16_BIT, [torch.float16, torch.float64], [torch.complex128, torch.bfloat16]]
-    for dtypes in ([], *([dtype] for dtype in DTYPES), *mixed, DTYPES):
-        is_double = not {torch.float64, torch.complex128}.isdisjoint(dtypes)
-
-        result = multi_tensor_norm([torch.ones(3, dtype=dtype) for dtype in dtypes])
-
-        expected = torch.float64 if is_double else torch.float32
-        assert result.total_norm.dtype == result.norms.dtype == expected, dtypes
 
 
 def test_results_have_the_documented_shapes_dtypes_and_device(device):
@@ -126,19 +113,6 @@ def test_empty_list_has_norm_zero_on_the_cpu():
         assert {x.device.type for x in result} == {"cpu"}
 
 
-@pytest.mark.parametrize("dtype", REAL)
-def test_empty_tensors_have_norm_zero_and_do_not_change_the_total(device, dtype):
-    for indices in [(0,), (1,), (2,), (0, 1), (0, 1, 2, 3, 4)]:
-        tensors = [heavy_tailed(33, dtype, device, seed=index) for index in range(5)]
-        for index in indices:
-            tensors[index] = torch.empty(0, 3, dtype=dtype, device=device)
-
-        result = multi_tensor_norm(tensors)
-
-        assert [result.norms[index].item() for index in indices] == [0.0] * len(indices)
-        assert_norm(result.total_norm, tensors, 2.0)
-
-
 # The arguments of a launch have room for 1476 tensors with two pointers each.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_of_more_tensors_than_fit_in_a_launch_matches_the_reference(device, dtype):
@@ -148,14 +122,3 @@ def test_norm_of_more_tensors_than_fit_in_a_launch_matches_the_reference(device,
 
     assert_norm(result.total_norm, tensors, 2.0)
     assert_norm(result.norms[1499], tensors[1499:], 2.0)
-
-
-def test_norm_does_not_write_its_inputs(device):
-    tensor = heavy_tailed((8193, 2), torch.float32, device)[:, 1]
-    before = tensor.clone()
-
-    for ord in (1, *ORDERS):  # an int, too
-        multi_tensor_norm([tensor], ord)
-
-        assert torch.equal(tensor, before)
-        assert tensor._version == 0

@@ -171,7 +171,8 @@ def test_largest_number_of_a_dtype_is_its_own_norm(device, dtype):
 @EVERY_DTYPE
 def test_norm_of_zeros_is_exactly_positive_zero(device, dtype):
     for zero in (0.0, -0.0):
-        tensors = [torch.full((size,), zero, dtype=dtype, device=device) for size in (1, 33, 8193)]
+        sizes = (0, 1, 33, 8193)
+        tensors = [torch.full((size,), zero, dtype=dtype, device=device) for size in sizes]
         for ord in ORDERS:
             result = multi_tensor_norm(tensors, ord)
 

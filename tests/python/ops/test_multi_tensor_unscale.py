@@ -22,15 +22,12 @@ from reference import (
     memory_between,
     random_bits,
     same_bits,
+    scalar,
     view,
 )
 
 BOTH_OPS = pytest.mark.parametrize("op", [multi_tensor_unscale, multi_tensor_unscale_norm])
 NONFINITE = [math.nan, math.inf, -math.inf]
-
-
-def scalar(value, device):
-    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 def unscale(tensors, factor, device, op=multi_tensor_unscale, flag=0.0):

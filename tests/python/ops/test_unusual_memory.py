@@ -51,7 +51,8 @@ def test_freed_memory_that_has_to_be_copied_first_is_refused(device):
     target = torch.zeros(7, dtype=torch.long, device=device)
     transposed = torch.zeros(2, 5, 7, device=device)[1].t()
     strided = torch.zeros(28, dtype=torch.long, device=device)[14::2]
-    for tensor in (transposed, strided):
+    by_columns = torch.zeros(7, 3, 5, device=device).transpose(0, 1)
+    for tensor in (transposed, strided, by_columns):
         tensor.untyped_storage().resize_(0)
     probabilities = freed(torch.zeros(7, 5, device=device).double())
     with pytest.raises(ValueError, match="input: its storage is empty"):
@@ -59,8 +60,11 @@ def test_freed_memory_that_has_to_be_copied_first_is_refused(device):
     for unreadable in (strided, probabilities):
         with pytest.raises(ValueError, match="target: its storage is empty"):
             ampfuse.cross_entropy(logits, unreadable)
+    weight = torch.zeros(5, 5, device=device)
     with pytest.raises(ValueError, match="target: its storage is empty"):
-        ampfuse.linear_cross_entropy(logits, torch.zeros(5, 5, device=device), probabilities)
+        ampfuse.linear_cross_entropy(logits, weight, probabilities)
+    with pytest.raises(ValueError, match="hidden: its storage is empty"):
+        ampfuse.linear_cross_entropy(by_columns, weight, target.expand(3, 7))
 
 
 @pytest.mark.parametrize("layout", ["to_sparse", "to_mkldnn"])

@@ -8,6 +8,7 @@ import torch
 from optim_models import (
     BOTH_AND_TORCHS,
     DTYPES_16_BIT,
+    FORMS,
     assert_near,
     assert_same_bits,
     assert_same_state,
@@ -46,8 +47,8 @@ def test_float32_model_follows_torch(device, cls, of_torch, options):
     ours = parameters(device)
     theirs = copies(ours)
 
-    optimizer = trained(lambda params: cls(params, **options), ours, range(20))
-    of_torch = trained(lambda params: of_torch(params, fused=True, **options), theirs, range(20))
+    optimizer = trained(cls, ours, range(20), **options)
+    of_torch = trained(of_torch, theirs, range(20), fused=True, **options)
 
     assert_near(ours, theirs, steps=20, lr=options.get("lr", 1e-3))
     for param, other in zip(ours, theirs, strict=True):
@@ -70,19 +71,14 @@ def test_float32_model_follows_torch(device, cls, of_torch, options):
         *((ampfuse.Adam, name) for name in ("weight decay", "everything")),
     ],
 )
-@pytest.mark.parametrize(
-    ("dtype", "master_weights"),
-    [(torch.float16, "auto"), (torch.bfloat16, True), (torch.bfloat16, "remainder")],
-)
+@pytest.mark.parametrize(("dtype", "master_weights"), FORMS)
 def test_masters_equal_a_float32_model_bit_by_bit(device, cls, name, dtype, master_weights):
     options = OPTIONS[name]
     narrow = parameters(device, dtype)
     wide = copies(narrow, torch.float32)
 
-    optimizer = trained(
-        lambda params: cls(params, master_weights=master_weights, **options), narrow, range(20)
-    )
-    trained(lambda params: cls(params, **options), wide, range(20))
+    optimizer = trained(cls, narrow, range(20), master_weights=master_weights, **options)
+    trained(cls, wide, range(20), **options)
 
     assert_same_bits(optimizer.master_params(), wide)
     for param, exact in zip(narrow, wide, strict=True):
@@ -96,7 +92,7 @@ def test_masters_equal_a_float32_model_bit_by_bit(device, cls, name, dtype, mast
 def test_float32_and_float64_models_have_no_masters(device):
     for dtype in (torch.float32, torch.float64):
         params = parameters(device, dtype)
-        optimizer = trained(lambda p: ampfuse.AdamW(p, master_weights=True), params, range(1))
+        optimizer = trained(ampfuse.AdamW, params, range(1), master_weights=True)
         assert all("master_param" not in state for state in state_values(optimizer))
         assert list(map(id, optimizer.master_params())) == list(map(id, params))
 
@@ -138,12 +134,8 @@ def test_updates_too_small_for_bfloat16_add_up_only_with_masters(device, master_
 def test_bfloat16_moments_keep_parameters_near_those_of_float32_moments(device, dtype):
     rough, fine = parameters(device, dtype), parameters(device, dtype)
 
-    optimizer = trained(
-        lambda params: ampfuse.AdamW(params, state_dtype=torch.bfloat16, amsgrad=True),
-        rough,
-        range(20),
-    )
-    reference = trained(lambda params: ampfuse.AdamW(params, amsgrad=True), fine, range(20))
+    optimizer = trained(ampfuse.AdamW, rough, range(20), state_dtype=torch.bfloat16, amsgrad=True)
+    reference = trained(ampfuse.AdamW, fine, range(20), amsgrad=True)
 
     for state in state_values(optimizer):
         names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")

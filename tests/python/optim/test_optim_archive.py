@@ -14,7 +14,7 @@ from optim_models import (
     train,
     trained,
 )
-from packaging_tools import ROOT, build_program, environment, run
+from packaging_tools import PROGRAMS, ROOT, build_program, environment, run
 from torch.nn import Parameter
 
 
@@ -33,7 +33,7 @@ def round_trip(state_dict, folder):
 )
 def test_optimizer_state_survives_a_cpp_file_bit_by_bit(device, cls, dtype, options, tmp_path):
     params = parameters(device, dtype)
-    optimizer = trained(lambda params: cls(params, **options), params, range(3))
+    optimizer = trained(cls, params, range(3), **options)
     others = copies(params)
     other = cls(others, **options)
     with torch.device("meta"):
@@ -79,9 +79,12 @@ def test_parameters_never_stepped_have_no_state_in_a_cpp_file(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def cpp_program(tmp_path_factory):
-    """Build optim_exchange, which takes steps first … last, from and to files in a folder."""
-    build = tmp_path_factory.mktemp("build")
+def cpp_program():
+    """Build optim_exchange, which takes steps first … last, from and to files in a folder.
+
+    It stays in the build folder between runs, so only the first run compiles.
+    """
+    build = PROGRAMS / "optim_exchange"
     build_program(ROOT / "tests" / "cpp" / "optim_exchange", build)
     program = build / "optim_exchange"
     return lambda folder, *steps: run(program, folder, *map(str, steps), env=environment())

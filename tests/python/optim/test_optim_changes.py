@@ -25,7 +25,7 @@ def linear(device, dtype=torch.float32, **options):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3, device=device, dtype=dtype)
     params = list(model.parameters())
-    return model, params, trained(lambda p: ampfuse.AdamW(p, **options), params, [0])
+    return model, params, trained(ampfuse.AdamW, params, [0], **options)
 
 
 @pytest.mark.parametrize("half", DTYPES_16_BIT)

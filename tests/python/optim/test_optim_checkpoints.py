@@ -1,13 +1,13 @@
 """Masters in checkpoints: those of other forms, of torch's classes, or without any."""
 
 import copy
-import functools
 
 import ampfuse
 import pytest
 import torch
 from optim_models import (
     DTYPES_16_BIT,
+    FORMS,
     assert_same_bits,
     assert_same_state,
     clones,
@@ -25,8 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import Parameter
 
-FORMS = [(torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, "remainder")]
-
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
@@ -42,8 +40,7 @@ def test_run_continues_with_all_bits_of_its_masters_in_each_form(device, saved_f
     def run(form, seed, steps):
         dtype, master_weights = form
         params = parameters(device, dtype, seed)
-        make = functools.partial(ampfuse.AdamW, master_weights=master_weights)
-        return params, trained(make, params, range(steps))
+        return params, trained(ampfuse.AdamW, params, range(steps), master_weights=master_weights)
 
     params, saved = run(saved_form, seed=0, steps=3)
     others, optimizer = run(form, seed=9, steps=1)
@@ -92,7 +89,7 @@ def test_loading_a_checkpoint_of_torch_rewrites_masters_in_place(
     saved_params = parameters(device, dtype)
     saved = trained(torch.optim.AdamW, saved_params, range(2)).state_dict()
     params = parameters(device, dtype, seed=9)
-    optimizer = trained(lambda p: ampfuse.AdamW(p, master_weights=master_weights), params, range(1))
+    optimizer = trained(ampfuse.AdamW, params, range(1), master_weights=master_weights)
     torch.compile(optimizer.step, backend="eager")()  # from now on a graph writes the masters, too
     fresh_params = copies(saved_params)
     other = ampfuse.AdamW(fresh_params, master_weights=master_weights)
@@ -141,7 +138,7 @@ def test_stale_masters_saved_by_torch_do_not_overwrite_the_parameters(
 ):
     """Classes of torch keep masters that they have loaded, but do not step them."""
     params = parameters(device, dtype)
-    ours = trained(lambda p: ampfuse.AdamW(p, master_weights=master_weights), params, range(2))
+    ours = trained(ampfuse.AdamW, params, range(2), master_weights=master_weights)
     saved = ours.state_dict()
     if is_cast:
         params = copies(params, torch.float32)

@@ -8,6 +8,7 @@ from optim_models import (
     assert_near,
     assert_same_bits,
     assert_same_but_for_norms,
+    clipped_adamw,
     clones,
     copies,
     feed,
@@ -17,10 +18,6 @@ from optim_models import (
 )
 from reference import exact_norm, gradients
 from torch.nn.utils import clip_grad_norm_
-
-
-def clipped_adamw(params):
-    return ampfuse.AdamW(params, max_grad_norm=1.0)
 
 
 def two_groups(device, **options_of_second):

@@ -9,6 +9,7 @@ import torch
 from optim_models import (
     assert_same_bits,
     assert_same_state,
+    clipped_adamw,
     feed,
     parameters,
     state_values,
@@ -28,10 +29,6 @@ KINDS = {
     "remainders": (torch.bfloat16, {"master_weights": "remainder", "state_dtype": torch.bfloat16}),
     "fp16, written back": (torch.float16, {"max_grad_norm": 1.0, "write_back_grads": True}),
 }
-
-
-def clipped_adamw(params):
-    return ampfuse.AdamW(params, max_grad_norm=1.0)
 
 
 class Twins:

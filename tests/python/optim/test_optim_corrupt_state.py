@@ -7,18 +7,10 @@ import ampfuse
 import numpy
 import pytest
 import torch
-from optim_models import assert_same_bits, clones, parameters, train, trained
+from optim_models import EVERY_KIND, KINDS, assert_same_bits, clones, parameters, train, trained
 from torch.nn import Parameter
 
 CPU = torch.device("cpu")
-CONFIGURATIONS = {
-    "float32": (torch.float32, {}),
-    "float32 amsgrad": (torch.float32, {"amsgrad": True}),
-    "masters": (torch.bfloat16, {}),
-    "remainders": (torch.bfloat16, {"master_weights": "remainder"}),
-    "bfloat16 moments": (torch.float16, {"state_dtype": torch.bfloat16}),
-    "no masters": (torch.bfloat16, {"master_weights": False, "amsgrad": True}),
-}
 
 
 def freed(tensor):
@@ -52,12 +44,12 @@ JUNK = {
     "NaN": lambda value: torch.full_like(torch.as_tensor(value, dtype=torch.float32), torch.nan),
     "nothing": None,
 }
-# Every kind damages the state of one configuration. In the others the same checks meet entries of
-# other names and dtypes, so three kinds do: a wrong type, a wrong tensor and a missing entry.
+# All junk damages the state of one kind of optimizer. In the others the same checks meet entries of
+# other names and dtypes, so three do: a wrong type, a wrong tensor and a missing entry.
 DAMAGES = [
-    (configuration, kind)
-    for configuration in CONFIGURATIONS
-    for kind in (JUNK if configuration == "masters" else ("None", "another shape", "nothing"))
+    (kind, junk)
+    for kind in KINDS
+    for junk in (JUNK if kind == "bf16" else ("None", "another shape", "nothing"))
 ]
 
 
@@ -104,41 +96,41 @@ def load_damaged(optimizer, params, saved):
 def trained_and_saved(dtype=torch.bfloat16, **options):
     """Return parameters, their optimizer, and its state dict before two steps at another rate."""
     params = parameters(CPU, dtype)
-    optimizer = trained(lambda p: ampfuse.AdamW(p, **options), params, range(2))
+    optimizer = trained(ampfuse.AdamW, params, range(2), **options)
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.param_groups[0]["lr"] = 0.5
     train(optimizer, params, range(2, 4))
     return params, optimizer, saved
 
 
-def is_still_valid(name, kind):
-    if kind == "nothing":
+def is_still_valid(name, junk):
+    if junk == "nothing":
         return name in ("max_exp_avg_sq", "master_param", "whole state")
-    if kind == "NaN":
+    if junk == "NaN":
         return name not in ("step", "whole state")
-    return name == "step" and kind in ("a number", "integers", "bools")
+    return name == "step" and junk in ("a number", "integers", "bools")
 
 
-@pytest.mark.parametrize(("configuration", "kind"), DAMAGES)
-def test_damaged_state_entry_is_refused_before_anything_is_loaded(configuration, kind):
-    dtype, options = CONFIGURATIONS[configuration]
+@pytest.mark.parametrize(("kind", "junk"), DAMAGES)
+def test_damaged_state_entry_is_refused_before_anything_is_loaded(kind, junk):
+    dtype, options = KINDS[kind]
     params, optimizer, good = trained_and_saved(dtype, **options)
     last = max(good["state"])
     for name in (*good["state"][last], "whole state"):
         saved = copy.deepcopy(good)
         if name == "whole state":
-            put(saved["state"], last, JUNK[kind] and (lambda _: JUNK[kind](torch.ones(2, 3))))
+            put(saved["state"], last, JUNK[junk] and (lambda _: JUNK[junk](torch.ones(2, 3))))
         else:
-            put(saved["state"][last], name, JUNK[kind])
+            put(saved["state"][last], name, JUNK[junk])
 
         error = load_damaged(optimizer, params, saved)
 
-        assert (error is None) == is_still_valid(name, kind), f"{name}: {error}"
+        assert (error is None) == is_still_valid(name, junk), f"{name}: {error}"
         if error is not None:
-            is_of_state = name == "whole state" or kind == "nothing"
+            is_of_state = name == "whole state" or junk == "nothing"
             where = f"parameter {last}" if is_of_state else f"{name} of parameter {last}"
             assert f"loaded state dict: {where}: expected" in str(error)
-        if kind == "another shape" and name not in ("step", "whole state"):
+        if junk == "another shape" and name not in ("step", "whole state"):
             assert "expected shape (2, 3), got (7, 3)" in str(error)
 
 
@@ -232,11 +224,10 @@ def test_masters_are_synced_although_a_loaded_state_belongs_to_no_parameter():
     assert_same_bits(optimizer.master_params(), [param.float() for param in params])
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_randomly_damaged_state_dict_loads_completely_or_not_at_all(configuration):
+@EVERY_KIND
+def test_randomly_damaged_state_dict_loads_completely_or_not_at_all(dtype, options):
     """Load 200 dictionaries; the values of an accepted one stay for the next load."""
     rng = random.Random(0)
-    dtype, options = CONFIGURATIONS[configuration]
     params, optimizer, good = trained_and_saved(dtype, **options)
     refused = 0
     for number in range(200):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from ampfuse._devices import on_device
 from optim_models import (
+    EVERY_KIND,
     assert_same_bits,
     assert_same_state,
     clones,
@@ -19,15 +20,6 @@ from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
 CUDA = torch.device("cuda")
-KINDS = {
-    "float32": (torch.float32, {}),
-    "amsgrad": (torch.float32, {"amsgrad": True, "maximize": True}),
-    "bf16": (torch.bfloat16, {}),
-    "remainders": (torch.bfloat16, {"master_weights": "remainder"}),
-    "bf16 moments": (torch.bfloat16, {"state_dtype": torch.bfloat16}),
-    "fp16, written back": (torch.float16, {"write_back_grads": True}),
-}
-EVERY_KIND = pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=KINDS)
 
 
 def allocated(events):

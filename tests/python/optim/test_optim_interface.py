@@ -68,8 +68,8 @@ def test_adamw_group_with_decoupled_weight_decay_off_is_refused():
 )
 def test_list_like_betas_and_bool_like_flags_are_accepted_and_saved(betas, flag, tmp_path):
     params, others = (parameters(torch.device("cpu"), torch.bfloat16) for _ in range(2))
-    optimizer = trained(lambda p: ampfuse.AdamW(p, betas=betas, amsgrad=flag), params, range(3))
-    plain = trained(lambda p: ampfuse.AdamW(p, betas=(0.9, 0.95), amsgrad=True), others, range(3))
+    optimizer = trained(ampfuse.AdamW, params, range(3), betas=betas, amsgrad=flag)
+    plain = trained(ampfuse.AdamW, others, range(3), betas=(0.9, 0.95), amsgrad=True)
     assert_same_bits(params, others)
     assert optimizer.param_groups[0]["amsgrad"] is True
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")

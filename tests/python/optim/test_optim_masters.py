@@ -7,6 +7,7 @@ import pytest
 import torch
 from optim_models import (
     DTYPES_16_BIT,
+    FORMS,
     assert_same_bits,
     assert_same_state,
     clones,
@@ -20,17 +21,14 @@ from optim_models import (
 )
 from torch.nn import Parameter
 
-WITH_MASTERS = pytest.mark.parametrize(
-    ("dtype", "master_weights"),
-    [(torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, "remainder")],
-)
+WITH_MASTERS = pytest.mark.parametrize(("dtype", "master_weights"), FORMS)
 pytestmark = pytest.mark.filterwarnings("error")
 
 
 @WITH_MASTERS
 def test_synced_masters_take_over_the_loaded_model_in_place(device, dtype, master_weights):
     params = parameters(device, dtype)
-    optimizer = trained(lambda p: ampfuse.AdamW(p, master_weights=master_weights), params, range(2))
+    optimizer = trained(ampfuse.AdamW, params, range(2), master_weights=master_weights)
     loaded = parameters(device, dtype, seed=9)
     addresses = [state["master_param"].data_ptr() for state in optimizer.state.values()]
     overwrite(params, loaded)
@@ -87,7 +85,7 @@ def test_master_params_have_the_order_of_the_parameters(device, dtype, master_we
 @pytest.mark.parametrize("master_weights", [True, "remainder"])
 def test_deleted_masters_are_created_from_the_parameters(device, master_weights):
     params = parameters(device, torch.bfloat16)
-    optimizer = trained(lambda p: ampfuse.AdamW(p, master_weights=master_weights), params, range(2))
+    optimizer = trained(ampfuse.AdamW, params, range(2), master_weights=master_weights)
     synced, others = copy.deepcopy((optimizer, params))
     synced.sync_masters_from_model()
     for state in optimizer.state.values():

@@ -44,7 +44,7 @@ def zero_redundancy(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adamw_in_zero_redundancy_optimizer_steps_as_on_one_rank(dtype):
     params = parameters(CPU, dtype)
-    alone = trained(lambda p: ampfuse.AdamW(p, **OPTIONS), params, range(5))
+    alone = trained(ampfuse.AdamW, params, range(5), **OPTIONS)
     results = scenario.results("zero_redundancy", dtype)
     for result in results:
         assert_same_bits(result["params"], params)

@@ -20,6 +20,7 @@ from optim_models import (
     trained,
 )
 from reference import exact_norm, gradients
+from scaler_languages import step_by
 from torch import nn
 
 SCALE = 2.0**12  # multiplying by a power of two is exact unless the product overflows
@@ -43,19 +44,12 @@ def prepare(scaler, device):
     scaler.scale(torch.ones((), device=device))
 
 
-def step_by(scaler, optimizer, unscale=False):
-    if unscale:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-
-
 def scaled_steps(optimizer, params, steps, scaler, unscale=False, scale=None):
     """Take steps whose gradients are multiplied by the scale."""
     for step in steps:
         prepare(scaler, params[0].device)
         feed(params, step, scaler.get_scale() if scale is None else scale)
-        step_by(scaler, optimizer, unscale)
+        step_by(scaler, optimizer, unscale=unscale)
 
 
 def overflow(params, scale=SCALE, step=0):
@@ -80,7 +74,7 @@ def test_scaled_run_equals_the_unscaled_one_bit_by_bit(
     ours, plain = parameters(device), parameters(device)
     optimizer, scaler = cls(ours, **options), scaler_for(device, **of_scaler)
     scaled_steps(optimizer, ours, range(5), scaler, unscale)
-    expected = trained(lambda params: cls(params, **options), plain, range(5))
+    expected = trained(cls, plain, range(5), **options)
     assert scaler.get_scale() == last_scale
     assert_same_bits(ours, plain)
     assert_same_state(optimizer, state_values(expected))
@@ -94,7 +88,7 @@ def test_scaled_16_bit_models_match_float32_ones_without_unscale(device, dtype, 
     wide = copies(narrow, torch.float32)
     optimizer = ampfuse.AdamW(narrow, max_grad_norm=clip)
     scaled_steps(optimizer, narrow, range(5), scaler_for(device, 4.0))
-    trained(lambda params: ampfuse.AdamW(params, max_grad_norm=clip), wide, range(5))
+    trained(ampfuse.AdamW, wide, range(5), max_grad_norm=clip)
     same = assert_same_bits if clip is None else assert_same_but_for_norms
     same(optimizer.master_params(), wide)
 
@@ -103,7 +97,7 @@ def test_scaled_16_bit_models_match_float32_ones_without_unscale(device, dtype, 
 def test_grad_scale_divides_gradients_once(device, shape):
     params, plain = parameters(device), parameters(device)
     optimizer = ampfuse.AdamW(params, max_grad_norm=10.0)
-    expected = trained(lambda p: ampfuse.AdamW(p, max_grad_norm=10.0), plain, range(1))
+    expected = trained(ampfuse.AdamW, plain, range(1), max_grad_norm=10.0)
 
     optimizer.grad_scale = torch.full(shape, SCALE, device=device)
     feed(params, step=0, scale=SCALE)
@@ -163,7 +157,7 @@ def test_overflow_at_the_first_step_keeps_parameters_and_leaves_zero_state(devic
         assert not any(value.count_nonzero() for value in state.values())  # `step` is 0, too
         assert master is None or dtype in DTYPES_16_BIT
     scaled_steps(optimizer, params, range(1), scaler)
-    expected = trained(lambda p: ampfuse.AdamW(p, max_grad_norm=clip), plain, range(1))
+    expected = trained(ampfuse.AdamW, plain, range(1), max_grad_norm=clip)
     assert_same_bits(params, plain)
     assert_same_state(optimizer, state_values(expected))
 
@@ -179,14 +173,14 @@ def test_overflow_in_mid_run_skips_only_that_step(device, dtype, clip, unscale):
     scaled_steps(optimizer, params, range(2), scaler, unscale)
     norm = optimizer.grad_norm
     overflow(params, step=99)
-    step_by(scaler, optimizer, unscale)
+    step_by(scaler, optimizer, unscale=unscale)
     if clip is not None:
         feed(plain, step=1)
         assert norm.item() == pytest.approx(exact_norm(gradients(plain), 2), rel=1e-6)
         assert not optimizer.grad_norm.isfinite()
     scaled_steps(optimizer, params, range(2, 4), scaler, unscale)
 
-    expected = trained(lambda p: ampfuse.AdamW(p, max_grad_norm=clip), plain, range(4))
+    expected = trained(ampfuse.AdamW, plain, range(4), max_grad_norm=clip)
     assert scaler.get_scale() == SCALE / 2
     assert_same_bits(params, plain)
     assert_same_state(optimizer, state_values(expected))
@@ -207,7 +201,7 @@ def test_step_with_a_scale_alone_is_skipped_if_any_group_overflows(device, limit
 @CLIPPED_OR_NOT
 def test_any_nonzero_found_inf_skips_the_step(device, clip):
     params = parameters(device, torch.bfloat16)
-    optimizer = trained(lambda p: ampfuse.AdamW(p, max_grad_norm=clip), params, range(2))
+    optimizer = trained(ampfuse.AdamW, params, range(2), max_grad_norm=clip)
     before, states = clones(params), state_values(optimizer)
 
     for flag in (1.0, 2.0, 3.0, 1e-30, float("inf"), float("nan")):

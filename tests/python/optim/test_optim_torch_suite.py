@@ -197,13 +197,15 @@ def test_learning_rate_may_be_a_one_element_tensor_of_any_shape(device, options)
         assert_same_bits(params, expected)
 
 
-@pytest.mark.parametrize("kind", [int, float])
-def test_state_on_the_host_is_loaded_as_tensors_on_the_device_of_the_parameters(device, kind):
+COUNTERS = [3, 3.0, torch.tensor(3), torch.tensor(3.0, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("counter", COUNTERS, ids=repr)
+def test_state_on_the_host_is_loaded_as_tensors_on_the_device_of_the_parameters(device, counter):
     params, optimizer, _ = stepped(device, 3, torch.bfloat16)
     saved = optimizer.state_dict()
     saved["state"] = {
-        key: {name: value.cpu().clone() for name, value in state.items()}
-        | {"step": kind(state["step"].item())}
+        key: {name: value.cpu().clone() for name, value in state.items()} | {"step": counter}
         for key, state in saved["state"].items()
     }
 

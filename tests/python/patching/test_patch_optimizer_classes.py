@@ -1,6 +1,5 @@
 """Arguments, groups, methods and states of torch.optim.Adam and AdamW while they are patched."""
 
-import copy
 from unittest import mock
 
 import ampfuse
@@ -274,58 +273,3 @@ def test_state_dicts_are_exchanged_with_torchs_optimizers(name):
     fresh = TORCHS[name]([parameter()])
     fresh.load_state_dict(optimizer.state_dict())
     assert first_moment(optimizer) == first_moment(fresh) == expected
-
-
-@BOTH
-def test_state_dicts_keep_their_values_while_others_are_loaded(device, name):
-    first, second = (getattr(torch.optim, name)([parameter(device)]) for _ in range(2))
-    step(first, 1.0)
-    step(second, 2.0)
-    of_first, of_second = first.state_dict(), second.state_dict()
-    first.load_state_dict(of_second)
-    second.load_state_dict(of_first)
-    assert [first_moment(first), first_moment(second)] == pytest.approx([0.2, 0.1])
-
-    rates = [torch.tensor(rate, device=device) for rate in (0.5, 1.0)]
-    one, two = (getattr(torch.optim, name)([parameter(device)], lr=rate) for rate in rates)
-    before = one.state_dict()
-    one.load_state_dict(two.state_dict())
-    one.load_state_dict(before)
-    assert float(one.param_groups[0]["lr"]) == 0.5
-
-    old = first.state_dict()
-    other = copy.deepcopy(old)
-    other["state"][0]["exp_avg"].fill_(7.0)
-    first.load_state_dict(other)
-    first.load_state_dict(old)
-    assert first_moment(first) == pytest.approx(0.2)
-
-
-@BOTH
-@pytest.mark.parametrize("dtype", [None, torch.int64, torch.float64], ids=str)
-def test_steps_are_counted_from_a_loaded_counter_of_any_type(name, dtype):
-    number = 3 if dtype is None else torch.tensor(3, dtype=dtype)
-    param = parameter()
-    optimizer = getattr(torch.optim, name)([param], betas=(0.5, 0.5))
-    step(optimizer)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["step"] = number
-    optimizer.load_state_dict(saved)
-    step(optimizer)
-    assert float(optimizer.state[param]["step"]) == 4
-    if dtype is not None:
-        optimizer.state[param] = {**optimizer.state[param], "step": torch.tensor(7, dtype=dtype)}
-        step(optimizer)
-        assert float(optimizer.state[param]["step"]) == 8
-
-
-@BOTH
-def test_loading_and_stepping_groups_of_sgd_raises_key_error(name):
-    optimizer = getattr(torch.optim, name)([parameter()])
-
-    def load_and_step():  # torch's class loads the groups and raises in step()
-        optimizer.load_state_dict(torch.optim.SGD([parameter()]).state_dict())
-        step(optimizer)
-
-    with pytest.raises(KeyError, match="betas"):
-        load_and_step()

@@ -8,6 +8,7 @@ import ampfuse
 import pytest
 import torch
 from ampfuse.patching import PARTS
+from scaler_languages import step_by
 from torch.nn import Parameter
 
 TORCHS = {name: getattr(torch.optim, name) for name in ("Adam", "AdamW")}
@@ -170,9 +171,7 @@ def test_scaler_step_without_gradients_raises_torchs_error(device):
 def train_plainly(params, optimizer, scaler, steps):
     for _ in range(steps):
         optimizer.zero_grad()
-        scaler.scale(sum(p.sum() for p in params)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        step_by(scaler, optimizer, sum(p.sum() for p in params))
 
 
 @pytest.mark.needs_cuda
@@ -222,9 +221,7 @@ def test_skipped_first_step_leaves_no_state_and_is_not_counted(device):
     infinite = torch.full((1, 3), math.inf, device=device)
     for inputs, has_stepped in ((infinite, False), (infinite.clamp(max=1), True)):
         optimizer.zero_grad()
-        scaler.scale(model(inputs).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        step_by(scaler, optimizer, model(inputs).sum())
         assert bool(optimizer.state) == bool(optimizer.state_dict()["state"]) == has_stepped
         assert getattr(schedule.optimizer, "_opt_called", False) == has_stepped
 
@@ -321,9 +318,7 @@ def test_parameter_listed_twice_in_a_group_steps_as_in_torch(name, has_scaler, o
         for _ in range(3):
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(scores(words.weight), torch.arange(5))
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            step_by(scaler, optimizer, loss)
         return words.weight.detach()
 
     ours = trained()

@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -45,28 +44,23 @@ def printed(text):
     return re.findall(r"(\w*)\W*?(\d+\.\d+)", text)
 
 
-def run_plainly(monkeypatch, capsys, *command):
-    """Run a program in this process, which has imported torch already; return what it prints."""
-    monkeypatch.setattr(sys, "argv", [str(part) for part in command])
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    return capsys.readouterr().out
-
-
 def test_examples_are_the_expected_programs():
     assert {path.stem for path in FOLDER.glob("*.py")} == USED.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", USED)
-def test_results_under_ampfuse_match_those_of_plain_torch(tmp_path, program, monkeypatch, capsys):
+def test_results_under_ampfuse_match_those_of_plain_torch(programs, program, monkeypatch, capsys):
     dtype = "bfloat16" if program in IN_BFLOAT16 else "float16"
     command = [FOLDER / f"{program}.py", "--dtype", dtype, *STEPS.get(program, ()), "--save"]
-    told = run_plainly(monkeypatch, capsys, *command, tmp_path / "plain.pt")
-    arguments = [sys.executable, "-m", "ampfuse", *command, tmp_path / "ours.pt"]
-    ours = subprocess.run(arguments, capture_output=True, text=True)
+    saved = [programs.folder / name for name in ("plain.pt", "ours.pt")]
+    monkeypatch.setattr(sys, "argv", [*map(str, command), str(saved[0])])
+    runpy.run_path(sys.argv[0], run_name="__main__")  # in this process, which has imported torch
+    told = capsys.readouterr().out
+    ours = programs.ours(*command, saved[1])
     assert ours.returncode == 0, ours.stderr
 
-    one, other = weights(tmp_path / "plain.pt"), weights(tmp_path / "ours.pt")
+    one, other = map(weights, saved)
     assert (one - other).norm() <= WEIGHTS * one.norm()
     assert re.sub(r"\d+\.\d+", "N", ours.stdout) == re.sub(r"\d+\.\d+", "N", told)
     for (name, mine), (_, torchs) in zip(printed(ours.stdout), printed(told), strict=True):

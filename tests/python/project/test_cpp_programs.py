@@ -6,7 +6,7 @@ import time
 
 import ampfuse
 import pytest
-from packaging_tools import ROOT, build_program, environment, run, run_python
+from packaging_tools import ROOT, built_program, environment, run, run_python
 from pages import code_block
 
 pytestmark = pytest.mark.slow
@@ -16,10 +16,12 @@ ON_CPU = environment(CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory):
-    build = tmp_path_factory.mktemp("build")
-    build_program(ROOT / "examples" / "cpp_trainer", build)
-    return build / "trainer"
+def trainer():
+    folder = ROOT / "examples" / "cpp_trainer"
+    files = ("CMakeLists.txt", "main.cpp", "images.h")
+    return (
+        built_program("trainer", {file: (folder / file).read_text() for file in files}) / "trainer"
+    )
 
 
 def steps_of(printed):
@@ -84,12 +86,12 @@ def test_wrong_flags_print_the_usage(trainer, tmp_path):
 
 
 def test_page_about_cpp_has_a_program_that_goes_on_from_files_that_python_has_written(tmp_path):
-    for language, file in {"cpp": "main.cpp", "cmake": "CMakeLists.txt", "python": "x.py"}.items():
-        (tmp_path / file).write_text(code_block(language, "docs/cpp.md"))
-    build_program(tmp_path, tmp_path / "build")
-
+    page = "docs/cpp.md"
+    files = {"main.cpp": code_block("cpp", page), "CMakeLists.txt": code_block("cmake", page)}
+    program = built_program("page", files) / "train"
+    (tmp_path / "x.py").write_text(code_block("python", page))
     for steps in (10, 20):  # the second run goes on from the files of the first
-        printed = run(tmp_path / "build" / "train", cwd=tmp_path, env=ON_CPU)
+        printed = run(program, cwd=tmp_path, env=ON_CPU)
         figures = r"scale 65536, norm .*\nloss (.*)\nnorm before clipping .*\n"
         # It begins at log(5000), which is 8.52. Inputs are random; 8.04 to 8.06 were measured.
         assert 7.5 < float(re.fullmatch(figures, printed)[1]) < 8.4

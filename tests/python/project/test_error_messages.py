@@ -136,8 +136,6 @@ ampfuse.GradScaler("cpu", growth_factor=0.5)
     AssertionError: The growth factor must be > 1.0
 ampfuse.GradScaler(65536.0)
     TypeError: device: expected a str like 'cuda', got 65536.0
-ampfuse.GradScaler(2**16)
-    TypeError: device: expected a str like 'cuda', got 65536
 ampfuse.GradScaler(None)
     TypeError: device: expected a str like 'cuda', got None
 cross_entropy(LOGITS, TARGET.float())
@@ -204,23 +202,14 @@ def test_error_names_the_mistake_and_the_remedy(mistake, expected):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["archive of Python", "damaged archive"])
-def test_error_names_the_kind_of_file_that_is_no_cpp_archive(tmp_path, kind):
+def test_error_names_the_kind_of_file_that_is_no_cpp_archive(tmp_path):
     file = tmp_path / "scaler.pt"
-    if kind == "archive of Python":
-        torch.save({"scale": 1.0}, file)
-        found = "one of torch.save in Python; torch.load"
-    else:
+    torch.save({"scale": 1.0}, file)
+    for found in ("one of torch.save in Python; torch.load", "a damaged or different file"):
+        message = f"scaler.pt: expected an archive of torch::save in C++, got {found}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            ampfuse.load_cpp_scaler_state(file)
         file.write_bytes(b"no archive")
-        found = "a damaged or different file"
-
-    message = f"scaler.pt: expected an archive of torch::save in C++, got {found}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ampfuse.load_cpp_scaler_state(file)
-
-
-def test_torchs_checkpoint_loads():
-    load_state_of(torch.optim.AdamW)
 
 
 def test_history_without_history_argument_is_warned_about():

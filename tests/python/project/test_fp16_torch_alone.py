@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp16_fsdp import PLAN
+from on_ranks import played  # noqa: F401
 from processes import Scenarios
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,13 +21,6 @@ from transformer import VOCABULARY, WIDTH, Transformer, batch
 pytestmark = pytest.mark.slow
 
 scenario = Scenarios(ranks=4)
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """Run the scenarios, and return the function that looks up the results of each rank."""
-    scenario.play(tmp_path_factory.mktemp("processes"))
-    return scenario.results
 
 
 class LanguageModel(nn.Module):
@@ -134,31 +128,31 @@ def pipeline(case):
     return {"error": "", "scale": scaler.get_scale(), "moved": moved}
 
 
-def test_torch_cannot_clip_parameters_of_two_meshes(outcomes):
-    for result in outcomes("fsdp_clipped", None):
+def test_torch_cannot_clip_parameters_of_two_meshes():
+    for result in scenario.results("fsdp_clipped", None):
         assert "must have the same mesh" in result["error"]
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_torch_skips_on_all_ranks_if_parameters_are_dtensors(outcomes, fused):
-    for result in outcomes("fsdp_not_clipped", fused):
+def test_torch_skips_on_all_ranks_if_parameters_are_dtensors(fused):
+    for result in scenario.results("fsdp_not_clipped", fused):
         assert result["scales"] == [2.0**16, 2.0**15, 2.0**15]
 
 
-def test_torch_does_not_train_float16_parameters(outcomes):
-    for result in outcomes("fsdp_with_float16_parameters", False):
+def test_torch_does_not_train_float16_parameters():
+    for result in scenario.results("fsdp_with_float16_parameters", False):
         assert result["error"] == "Attempting to unscale FP16 gradients."
     # The loss begins at 4.2. It becomes NaN on some CPUs, and 10 to 18 on others: second moments
     # become 0 in float16, so that weights make steps of hundreds.
-    for result in outcomes("fsdp_with_float16_parameters", True):
+    for result in scenario.results("fsdp_with_float16_parameters", True):
         assert not all(loss < 8 for loss in result["losses"])
 
 
-def test_scaler_of_torch_acts_for_its_own_stage_of_a_pipeline(outcomes):
-    *others, last = outcomes("pipeline", "scale not created")
+def test_scaler_of_torch_acts_for_its_own_stage_of_a_pipeline():
+    *others, last = scenario.results("pipeline", "scale not created")
     assert all("Attempted step but _scale is None" in result["error"] for result in others)
     assert last["error"] == ""
 
-    results = outcomes("pipeline", "scale created")  # and the first stage overflows
+    results = scenario.results("pipeline", "scale created")  # and the first stage overflows
     assert [result["moved"] for result in results] == [False, True, True, True]
     assert [result["scale"] for result in results] == [2.0**15] + [2.0**16] * 3

@@ -172,8 +172,12 @@ def of_waves():
 
 
 def many_layers():
-    layers = [layer for _ in range(60) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    layers = [layer for _ in range(30) for layer in (nn.Linear(16, 16), nn.Tanh())]
     return nn.Sequential(*layers)
+
+
+def one_layer():
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
 
 
 def tiny(logits, labels):
@@ -192,7 +196,7 @@ PROGRAMS = {
     "differences": lambda: (Differences(), cosines(), functional.mse_loss),
     "waves": lambda: (of_waves(), cosines(512), functional.mse_loss),
     "small layers": lambda: (many_layers(), cosines(4), functional.mse_loss),
-    "input": lambda: (convolutions(), Images(wait=0.1), of_classes),
+    "input": lambda: (one_layer(), Images(wait=0.04), of_classes),
     "diverges": lambda: (convolutions(), Images(), of_classes, 1e20, torch.optim.SGD),
 }
 torch.manual_seed(0)

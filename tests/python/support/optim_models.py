@@ -15,6 +15,20 @@ BOTH_AND_TORCHS = pytest.mark.parametrize(
 )
 DTYPES_16_BIT = [torch.float16, torch.bfloat16]
 
+# A model's dtype and an optimizer's options for each way to keep state.
+KINDS = {
+    "float32": (torch.float32, {}),
+    "amsgrad": (torch.float32, {"amsgrad": True, "maximize": True}),
+    "fp16": (torch.float16, {"write_back_grads": True}),
+    "bf16": (torch.bfloat16, {}),
+    "remainders": (torch.bfloat16, {"master_weights": "remainder"}),
+    "no masters": (torch.bfloat16, {"master_weights": False, "amsgrad": True}),
+    "bf16 moments": (torch.bfloat16, {"state_dtype": torch.bfloat16, "amsgrad": True}),
+}
+EVERY_KIND = pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=KINDS)
+# The dtype and `master_weights` of models with masters.
+FORMS = [(torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, "remainder")]
+
 # The CPU's unit of work is 8192 elements; one parameter is longer, one is empty.
 SHAPES = [(33, 5), (), (8193,), (0, 4), (2, 3)]
 
@@ -60,9 +74,13 @@ def default_dtype(dtype):
         torch.set_default_dtype(before)
 
 
-def trained(make, params, steps):
+def clipped_adamw(params):
+    return ampfuse.AdamW(params, max_grad_norm=1.0)
+
+
+def trained(make, params, steps, **options):
     """Return a new optimizer of the parameters after it has taken the steps."""
-    optimizer = make(params)
+    optimizer = make(params, **options)
     train(optimizer, params, steps)
     return optimizer
 

@@ -22,6 +22,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 ROOT = Path(__file__).parents[3]
 SITE = Path(torch.__file__).parents[1]
 PACKAGE = Path(ampfuse.__file__).parent
+PROGRAMS = ROOT / os.environ.get("AMPFUSE_BUILD", "build") / "programs"
 CPP_HEADERS = ROOT / ".venv" / "cpp-headers" / "usr"  # those of xxhash and nlohmann-json
 # The end of a program with ranks. Threads of gloo take Python's lock to release the tensors of the
 # last collectives. If Python is ending by then, they abort the process, although all is done.
@@ -64,13 +65,27 @@ def build_program(source: Path, build: Path, prefix_path: str | Path = PACKAGE) 
     run("cmake", "--build", build)
 
 
+def built_program(name: str, files: dict[str, str]) -> Path:
+    """Return the build folder of a program that consists of these files.
+
+    It stays between runs. Files that are unchanged keep their times, and are not compiled again.
+    """
+    folder = PROGRAMS / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in files.items():
+        if not (folder / file).exists() or (folder / file).read_text() != text:
+            (folder / file).write_text(text)
+    build_program(folder, folder / "build")
+    return folder / "build"
+
+
 def include_precompiled_torch() -> Path:
     """Return a file for CMake that makes a project's sources begin with torch's headers.
 
     They take most of a program's compile time, and are precompiled once for each build folder. The
     compiler ignores what is precompiled with other options than those of `build_program`.
     """
-    folder = ROOT / os.environ.get("AMPFUSE_BUILD", "build") / "programs"
+    folder = PROGRAMS
     folder.mkdir(parents=True, exist_ok=True)
     header, compiled = folder / "torch.h", folder / "torch.h.gch"
     commands = folder / "include.cmake"

@@ -23,6 +23,10 @@ SIZES = [
     *(65535, 65536, 65537),  # several chunks, and the limit of a 16-bit index
 ]
 
+# Sizes of a list that three threads share: none is woken for less than 32768 elements. The cuts
+# between shares depend on the number of threads. Tensors without one are in between.
+LONG_AND_SHORT = [65537, 1, 8193, 33, 257, 40_000, 8192, 0, 100_000]
+
 # A shape and a view for each kind of memory layout. Sizes are odd, so that rows start at all
 # alignments.
 VIEWS = {
@@ -36,6 +40,10 @@ VIEWS = {
     "every second column": ((37, 41), lambda x: x[:, ::2]),
     "every second row": ((401, 41), lambda x: x[::2]),
 }
+
+
+def scalar(value, device, dtype=torch.float32):
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def heavy_tailed(shape, dtype, device, seed=0):

@@ -45,6 +45,16 @@ LANGUAGES = {"Python": Python, "C++": Cpp}
 EVERY_LANGUAGE = pytest.mark.parametrize("language", LANGUAGES.values(), ids=list(LANGUAGES))
 
 
+def step_by(scaler, optimizer, loss=None, unscale=False):
+    """Step by a scaler and update it. Gradients are those of the loss, or exist already."""
+    if loss is not None:
+        scaler.scale(loss).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def ready(language, device, **options):
     """Return a parameter with a gradient scaled by 4, its optimizer, and the scaler."""
     param = Parameter(torch.ones(2, device=device))

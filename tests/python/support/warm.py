@@ -48,7 +48,8 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda number, _: os.kill(child, number))
 status = int(server.recv(64))
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL)
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
