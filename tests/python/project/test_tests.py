@@ -58,11 +58,19 @@ CTEST = """
 <testsuite name="(empty)" time="30"><testcase classname="test_cpp" name="test_cpp" time="5.2">
 <properties><property name="cmake_labels" value="cpp"/></properties></testcase></testsuite>
 """
+# A file that was compiled again has two lines. The last one counts.
+NINJA_LOG = """# ninja log v5
+0\t3000\t1\tCMakeFiles/a.cu.o\tf
+4000\t13000\t1\tCMakeFiles/a.cu.o\tf
+"""
 
 
 def test_slow_files_and_the_budget_are_read_from_the_reports(tmp_path, monkeypatch, capsys):
+    tmp_path = tmp_path / "reports"
+    tmp_path.mkdir()
     (tmp_path / "python.xml").write_text(REPORT)
     (tmp_path / "ctest.xml").write_text(CTEST)
+    (tmp_path.parent / ".ninja_log").write_text(NINJA_LOG)
     flags = ["test_times.py", "--reports", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*flags, "--budget"])
     test_times.main()
@@ -73,9 +81,10 @@ def test_slow_files_and_the_budget_are_read_from_the_reports(tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", flags)
     test_times.main()
     printed = capsys.readouterr().out
-    assert "| starts processes | 1 | 2 |" in printed
-    assert "| C++ | 1 | 5 |" in printed
+    for row in ("starts processes | 1 | 2", "C++ | 1 | 5", "builds: CUDA kernels | 1 | 9"):
+        assert f"| {row} |" in printed
 
+    assert all((ROOT / name).is_file() for name in test_times.SLOW_FILES)
     monkeypatch.setattr(sys, "argv", [*flags, "--check"])
     with pytest.raises(SystemExit, match=r"test_optim\.py \(61 s\)"):
         test_times.main()
