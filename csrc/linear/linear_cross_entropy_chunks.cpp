@@ -74,9 +74,11 @@ LinearCrossEntropyGradients LinearChunks::each(const LinearGradientMask& wanted,
     Chunk chunk = {index, first, count, loss_, memory_.grad(count, classes)};
     chunk.loss.input = memory_.values(count, classes);
     chunk.loss.target = loss_.target.narrow(0, first, count);
-    layer_.logits(hidden, chunk.loss.input);
+    at::Tensor logits = memory_.values(count, layer_.classes());
+    layer_.logits(hidden, logits);
     visit(chunk);
-    gradients.add(chunk.grad, hidden, first);
+    if (!any(wanted)) continue;
+    gradients.add(memory_.padded_grad(count, classes, layer_.classes()), hidden, first);
   }
   // Free the logits first: finish() may allocate a rounded gradient of the weight.
   memory_.free();

@@ -9,12 +9,36 @@ namespace ampfuse {
 namespace {
 
 LinearCrossEntropyGradients memory_for(LinearCrossEntropyArguments arguments,
-                                       const LinearGradientMask& wanted, int64_t chunks) {
+                                       const LinearLayer& layer, const LinearGradientMask& wanted,
+                                       int64_t chunks) {
   if (chunks > 1) arguments.weight_grad_dtype = accumulate_dtype(arguments.dtype);
-  return empty_linear_gradients(arguments, wanted);
+  return padded_linear_gradients(arguments, layer, wanted);
 }
 
 }  // namespace
+
+LinearCrossEntropyGradients padded_linear_gradients(const LinearCrossEntropyArguments& arguments,
+                                                    const LinearLayer& layer,
+                                                    const LinearGradientMask& wanted) {
+  LinearCrossEntropyGradients gradients = empty_linear_gradients(arguments, wanted);
+  at::Tensor& of_weight = gradients.weight;
+  if (of_weight.sizes() != layer.weight().sizes() && wanted[1]) {
+    of_weight = at::empty(layer.weight().sizes(), of_weight.options());
+  }
+  return gradients;
+}
+
+LinearCrossEntropyGradients finished_linear_gradients(
+    LinearCrossEntropyGradients gradients, const LinearCrossEntropyArguments& arguments) {
+  at::Tensor& of_weight = gradients.weight;
+  if (of_weight.dim() == 2) {
+    const at::Tensor& weight = arguments.weight;
+    of_weight = of_weight.narrow(0, 0, weight.size(0)).narrow(1, 0, weight.size(1));
+  }
+  // Memory for padding after the last row may stay.
+  of_weight = of_weight.to(arguments.weight_grad_dtype).contiguous();
+  return gradients;
+}
 
 LinearGradients::LinearGradients(const LinearCrossEntropyArguments& arguments,
                                  const LinearLayer& layer, const LinearGradientMask& wanted,
@@ -22,7 +46,7 @@ LinearGradients::LinearGradients(const LinearCrossEntropyArguments& arguments,
     : arguments_(arguments),
       layer_(layer),
       wanted_(wanted),
-      gradients_(memory_for(arguments, wanted, chunks)) {
+      gradients_(memory_for(arguments, layer, wanted, chunks)) {
   if (chunks > 0) return;
   gradients_.weight.zero_();
   gradients_.bias.zero_();
@@ -32,7 +56,10 @@ void LinearGradients::add(const at::Tensor& grad, const at::Tensor& hidden, int6
   const bool is_first = first_row == 0;
   if (wanted_[0]) add_hidden(grad, first_row);
   if (wanted_[1]) layer_.weight_gradient(grad, hidden, gradients_.weight, is_first);
-  if (wanted_[2]) layer_.bias_gradient(grad, gradients_.bias, is_first);
+  if (wanted_[2]) {
+    const at::Tensor of_classes = grad.narrow(1, 0, gradients_.bias.size(0));
+    layer_.bias_gradient(of_classes, gradients_.bias, is_first);
+  }
 }
 
 void LinearGradients::add_hidden(const at::Tensor& grad, int64_t first_row) {
@@ -47,11 +74,7 @@ void LinearGradients::add_hidden(const at::Tensor& grad, int64_t first_row) {
 
 LinearCrossEntropyGradients LinearGradients::finish() {
   sums_.finish();
-  at::Tensor& of_weight = gradients_.weight;
-  if (of_weight.scalar_type() != arguments_.weight_grad_dtype) {
-    of_weight = of_weight.to(arguments_.weight_grad_dtype);
-  }
-  return std::move(gradients_);
+  return finished_linear_gradients(std::move(gradients_), arguments_);
 }
 
 }  // namespace ampfuse

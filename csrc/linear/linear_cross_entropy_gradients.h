@@ -6,6 +6,15 @@
 
 namespace ampfuse {
 
+/// Allocates uninitialised memory, with padding for the weight's gradient as `layer` has it.
+LinearCrossEntropyGradients padded_linear_gradients(const LinearCrossEntropyArguments& arguments,
+                                                    const LinearLayer& layer,
+                                                    const LinearGradientMask& wanted);
+
+/// Removes the padding, and rounds the weight's gradient to arguments.weight_grad_dtype.
+LinearCrossEntropyGradients finished_linear_gradients(LinearCrossEntropyGradients gradients,
+                                                      const LinearCrossEntropyArguments& arguments);
+
 /// The gradient of the hidden states is summed over the ranks that share the classes. The gradients
 /// of weight and bias are summed over chunks. The weight's is kept in float until all chunks are
 /// added; if there is only one chunk, its product is rounded directly.
@@ -14,7 +23,7 @@ class LinearGradients {
   LinearGradients(const LinearCrossEntropyArguments& arguments, const LinearLayer& layer,
                   const LinearGradientMask& wanted, int64_t chunks);
 
-  /// Adds a chunk, given the gradient of its logits and its `hidden` from layer.rows().
+  /// Adds a chunk, given the padded gradient of its logits and its `hidden` from layer.rows().
   void add(const at::Tensor& grad, const at::Tensor& hidden, int64_t first_row);
 
   LinearCrossEntropyGradients finish();

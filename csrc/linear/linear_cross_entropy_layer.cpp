@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../ops/linear_cross_entropy.h"
+#include "../tensors/variant.h"
 #include "linear_cross_entropy_product.h"
 
 namespace ampfuse {
@@ -18,18 +19,41 @@ namespace {
 // or in the product. A copy of the whole weight would be much larger.
 constexpr int64_t kBlockClasses = 8192;
 
+// cuBLAS prefers 16 bytes, 8 elements of 16 bits.
+constexpr int64_t kMultiple = 8;
+
 at::Tensor in_rows(const at::Tensor& matrix) {
   const bool has_rows = matrix.stride(1) == 1 && matrix.stride(0) >= matrix.size(1);
   return has_rows ? matrix : matrix.clone(at::MemoryFormat::Contiguous);
+}
+
+// Returns the matrix in this dtype, with zeros up to these sizes.
+at::Tensor padded(const at::Tensor& matrix, at::ScalarType dtype, int64_t rows, int64_t columns) {
+  const int64_t filled_rows = matrix.size(0);
+  const int64_t filled_columns = matrix.size(1);
+  if (rows == filled_rows && columns == filled_columns) return in_rows(matrix.to(dtype));
+  at::Tensor all = at::empty({rows, columns}, matrix.options().dtype(dtype));
+  const at::Tensor filled = all.narrow(0, 0, filled_rows);
+  filled.narrow(1, 0, filled_columns).copy_(matrix);
+  filled.narrow(1, filled_columns, columns - filled_columns).zero_();
+  all.narrow(0, filled_rows, rows - filled_rows).zero_();
+  return all;
 }
 
 }  // namespace
 
 LinearLayer::LinearLayer(const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                          at::ScalarType dtype)
-    : weight_(in_rows(weight.to(dtype))), sum_dtype_(accumulate_dtype(dtype)) {
+    : weight_(padded(weight, dtype, padded_size(weight.size(0), weight.is_cuda()),
+                     padded_size(weight.size(1), weight.is_cuda()))),
+      sum_dtype_(accumulate_dtype(dtype)) {
   gradient_dtype_ = has_wide_product(dtype, weight.device()) ? dtype : sum_dtype_;
-  if (bias) bias_ = bias->to(sum_dtype_);
+  if (bias) bias_ = padded(bias->unsqueeze(0), sum_dtype_, 1, classes()).squeeze(0);
+}
+
+int64_t LinearLayer::padded_size(int64_t size, bool on_gpu) {
+  const bool is_padded = on_gpu || has_variant("padded_products");
+  return is_padded ? (size + kMultiple - 1) / kMultiple * kMultiple : size;
 }
 
 // Calls visit(first class, number of classes) for each block of classes.
@@ -74,7 +98,8 @@ at::Tensor LinearLayer::weight_block(int64_t first, int64_t count) const {
 }
 
 at::Tensor LinearLayer::rows(const at::Tensor& hidden, int64_t first, int64_t count) const {
-  return in_rows(hidden.narrow(0, first, count).to(weight_.scalar_type()).to(gradient_dtype_));
+  const at::Tensor some = hidden.narrow(0, first, count).to(weight_.scalar_type());
+  return padded(some, gradient_dtype_, count, features());
 }
 
 void LinearLayer::logits(const at::Tensor& rows, at::Tensor& out) const {
@@ -93,10 +118,12 @@ void LinearLayer::logits(const at::Tensor& rows, at::Tensor& out) const {
 }
 
 void LinearLayer::hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const {
+  const at::ScalarType dtype = can_multiply_into(out) ? out.scalar_type() : sum_dtype_;
+  const bool is_like_out = dtype == out.scalar_type() && features() == out.size(1);
   at::Tensor sum =
-      can_multiply_into(out) ? out : at::empty(out.sizes(), out.options().dtype(sum_dtype_));
+      is_like_out ? out : at::empty({out.size(0), features()}, out.options().dtype(dtype));
   add_hidden_gradient(grad, sum, /*is_first=*/true);
-  if (!sum.is_same(out)) out.copy_(sum);
+  if (!is_like_out) out.copy_(sum.narrow(1, 0, out.size(1)));
 }
 
 void LinearLayer::add_hidden_gradient(const at::Tensor& grad, at::Tensor& sum,

@@ -1,5 +1,9 @@
 // The last layer of a model, for some rows at a time: its logits, and the gradients of hidden
 // states, weight and bias from the gradient of the logits.
+//
+// On a GPU, matrices are padded with zeros to multiples of 8 classes and features. cuBLAS has no
+// fast kernels for other sizes: on an H200, products of 8192 rows, 768 features and 50,257 classes
+// (GPT-2) took 6.7 and 4.9 ms, and with 50,304 classes 0.85 and 0.77 ms.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,17 +22,26 @@ class LinearLayer {
   LinearLayer(const at::Tensor& weight, const std::optional<at::Tensor>& bias,
               at::ScalarType dtype);
 
+  /// Returns `size` with padding.
+  static int64_t padded_size(int64_t size, bool on_gpu);
+
+  /// The weight in `dtype`, with padding. Its sizes are those of the matrices below.
+  const at::Tensor& weight() const { return weight_; }
+  int64_t classes() const { return weight_.size(0); }
+  int64_t features() const { return weight_.size(1); }
+
   /// The dtype in which products are summed: float for 16-bit ones.
   at::ScalarType sum_dtype() const { return sum_dtype_; }
   /// The dtype in which the logits' gradient is multiplied.
   at::ScalarType gradient_dtype() const { return gradient_dtype_; }
 
-  /// Returns some rows of the hidden states, in the dtype and layout that products take.
+  /// Returns some rows of the hidden states, in the dtype, layout and size that products take.
   at::Tensor rows(const at::Tensor& hidden, int64_t first, int64_t count) const;
 
   /// Computes out = rows · weightᵀ + bias. `out` has sum_dtype() or gradient_dtype().
   void logits(const at::Tensor& rows, at::Tensor& out) const;
-  /// Computes out = grad · weight. `out` may have any dtype.
+  /// Computes out = grad · weight. `grad` has zeros as padding. `out` has no padding, and may have
+  /// any dtype.
   void hidden_gradient(const at::Tensor& grad, const at::Tensor& out) const;
   /// Computes sum = grad · weight if `is_first`, else sum += grad · weight. `sum` has sum_dtype(),
   /// or on a GPU gradient_dtype() if `is_first`.

@@ -42,9 +42,6 @@ void LinearLogits::allocate(int64_t rows, int64_t classes, bool with_gradient) {
     return;
   }
   grad_ = has_own_grad_ ? memory_for_rows(grad_dtype_) : values_.view(grad_dtype_);
-  // Products on a GPU read whole vectors, also of the padding after the gradient's classes. The
-  // results do not depend on it, but it must not be undefined.
-  if (grad_.is_cuda()) grad_.narrow(1, classes, stride - classes).zero_();
 }
 
 void LinearLogits::free() {
@@ -58,6 +55,12 @@ at::Tensor LinearLogits::values(int64_t rows, int64_t classes) const {
 
 at::Tensor LinearLogits::grad(int64_t rows, int64_t classes) const {
   return grad_.dim() == 1 ? grad_ : grad_.narrow(0, 0, rows).narrow(1, 0, classes);
+}
+
+at::Tensor LinearLogits::padded_grad(int64_t rows, int64_t classes, int64_t padded_classes) const {
+  at::Tensor all = grad(rows, padded_classes);
+  if (padded_classes > classes) all.narrow(1, classes, padded_classes - classes).zero_();
+  return all;
 }
 
 }  // namespace ampfuse

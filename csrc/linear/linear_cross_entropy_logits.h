@@ -24,6 +24,10 @@ class LinearLogits {
   at::Tensor values(int64_t rows, int64_t classes) const;
   at::Tensor grad(int64_t rows, int64_t classes) const;
 
+  /// Returns the gradient with zeros up to this number of classes. There, a product may have
+  /// written NaN, since it multiplied padding by infinite hidden states.
+  at::Tensor padded_grad(int64_t rows, int64_t classes, int64_t padded_classes) const;
+
  private:
   at::TensorOptions options_;
   at::ScalarType dtype_;

@@ -14,9 +14,13 @@ int64_t bytes_of(at::ScalarType dtype) {
   return static_cast<int64_t>(c10::elementSize(dtype));
 }
 
-// Returns the bytes of a copy of `rows` rows in this dtype, or 0 if the matrix has this dtype.
-int64_t copy_bytes(const at::Tensor& matrix, int64_t rows, at::ScalarType dtype) {
-  return matrix.scalar_type() == dtype ? 0 : rows * matrix.size(1) * bytes_of(dtype);
+// Returns the bytes of a copy of some rows in this dtype and with padding up to these sizes, or 0
+// if no copy is needed.
+int64_t copy_bytes(const at::Tensor& matrix, int64_t rows, int64_t padded_rows,
+                   int64_t padded_columns, at::ScalarType dtype) {
+  const bool is_padded = padded_rows != rows || padded_columns != matrix.size(1);
+  const bool is_copied = is_padded || matrix.scalar_type() != dtype;
+  return is_copied ? padded_rows * padded_columns * bytes_of(dtype) : 0;
 }
 
 }  // namespace
@@ -60,8 +64,10 @@ int64_t linear_cross_entropy_workspace(const at::Tensor& hidden, const at::Tenso
   const int64_t wide = chunk_classes ? hidden_sum + block : std::max(hidden_sum, block);
   const int64_t tiles = chunk_classes && classes > 0 ? (all_classes + classes - 1) / classes : 0;
   const int64_t partials = tiles * rows * math::kShardPartial * int64_t(sizeof(double));
-  return most + wide + partials + copy_bytes(hidden, rows, dtype) +
-         copy_bytes(weight, all_classes, dtype);
+  const int64_t padded_classes = LinearLayer::padded_size(all_classes, on_gpu);
+  const int64_t padded_features = LinearLayer::padded_size(weight.size(1), on_gpu);
+  return most + wide + partials + copy_bytes(hidden, rows, rows, padded_features, dtype) +
+         copy_bytes(weight, all_classes, padded_classes, padded_features, dtype);
 }
 
 }  // namespace ampfuse
