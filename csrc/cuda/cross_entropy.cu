@@ -41,12 +41,6 @@ CrossEntropyWorkspace launch_weigh(const LaunchStream& stream,
   return workspace;
 }
 
-// Returns whether the next kernel may start while cross_entropy_weigh_kernel runs. It may if this
-// was launched, and is short: each thread reads one target.
-bool starts_early(const CrossEntropyWorkspace& workspace, int64_t rows) {
-  return workspace.weight_blocks() > 0 && rows <= int64_t{kThreads} * kThreads;
-}
-
 CrossEntropyReduction reduction_of(bool is_mean, const CrossEntropyWorkspace& workspace,
                                    const BadTargets& bad_targets, const at::Tensor& divisor) {
   return {nullptr,
@@ -74,9 +68,8 @@ void weigh(const CrossEntropyArguments& arguments, const at::Tensor& total) {
     at::Tensor converted;
     const auto table = table_of<scalar_t>(arguments, converted);
     const auto workspace = launch_weigh(stream, arguments, table, total.options());
-    stream.launch(cross_entropy_total_kernel<scalar_t>,
-                  LaunchShape{.blocks = 1, .starts_early = starts_early(workspace, table.rows)},
-                  table, reduction_of(/*is_mean=*/true, workspace, bad_targets, total));
+    stream.launch(cross_entropy_total_kernel<scalar_t>, LaunchShape{.blocks = 1}, table,
+                  reduction_of(/*is_mean=*/true, workspace, bad_targets, total));
   });
 }
 
@@ -104,7 +97,6 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
       const auto [blocks, kept, shared] =
           row_launch<scalar_t, Team, kWork>(room, rows, input.size(1), with_grad);
       const at::Tensor losses = at::empty({is_per_row ? 0 : blocks}, divisor.options());
-      // From here on the stream gets these two kernels, and nothing between them.
       const auto workspace = launch_weigh(stream, arguments, table, divisor.options());
       CrossEntropyReduction reduction =
           reduction_of(arguments.options.is_mean(), workspace, bad_targets, divisor);
@@ -126,8 +118,7 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
             with_metrics ? outputs.entropy.mutable_data_ptr<acc_t>() : nullptr,
             with_metrics ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr};
         stream.launch(cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>,
-                      LaunchShape{blocks, Team::kBlock, shared, starts_early(workspace, rows)},
-                      table, reduction, results, kept);
+                      LaunchShape{blocks, Team::kBlock, shared}, table, reduction, results, kept);
       });
     };
     if (has_positions) return for_positions(plain, launch);

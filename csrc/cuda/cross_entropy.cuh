@@ -22,7 +22,6 @@
 
 #include "cross_entropy_held.cuh"
 #include "cross_entropy_positions.cuh"
-#include "early_start.cuh"
 
 namespace ampfuse {
 
@@ -35,7 +34,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   using Team = BlockTeam<kThreads>;
   AMPFUSE_SHARED(double, scratch, Team::kWarps);
   const Team team(scratch);
-  let_next_kernel_start();
   if (blockIdx.x == 0 && threadIdx.x == 0) *finished = 0;
   double weight = 0;
   int64_t bad_row = table.rows;
@@ -100,7 +98,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     cross_entropy_total_kernel(const __grid_constant__ CrossEntropyTable<scalar_t> table,
                                const __grid_constant__ CrossEntropyReduction reduction) {
   AMPFUSE_SHARED(double, scratch, BlockTeam<kThreads>::kWarps);
-  wait_for_kernel_before();
   reduction_scale(BlockTeam<kThreads>(scratch), table, reduction);
 }
 
@@ -136,7 +133,6 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
   const Block block(scratch);
   // The scale is in shared memory, since threads have no register for it while they read a row.
   AMPFUSE_SHARED(Number, scale, 1);
-  wait_for_kernel_before();
   const double factor = reduction_scale(block, table, reduction);
   if (block.index() == 0) *scale = static_cast<Number>(factor);
   block.sync();

@@ -74,9 +74,7 @@ void launch_update(const LaunchStream& stream, const math::AdamOptions& options,
                    const AdamPlan<typename Types::acc_t>& plan) {
   const auto constants = math::adam_constants<typename Types::acc_t>(options);
   auto builder = build_tables<AdamTable>([&](const AdamTable& table) {
-    LaunchShape shape = stream.shape(table.chunks());
-    shape.starts_early = true;  // before it come fused_adam_prepare_kernel and other updates
-    stream.launch(fused_adam_kernel<Types>, shape, table, first, plan, constants);
+    stream.launch(fused_adam_kernel<Types>, table.chunks(), table, first, plan, constants);
     first += table.count;
   });
   for (const AdamTensor& tensor : tensors) builder.add(tensor.data, tensor.size);

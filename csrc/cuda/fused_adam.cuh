@@ -17,7 +17,6 @@
 
 #include "../math/fused_adam.h"
 #include "../math/fused_adam_remainder.h"
-#include "early_start.cuh"
 #include "multi_tensor.cuh"
 #include "vectorized.cuh"
 
@@ -69,7 +68,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     fused_adam_prepare_kernel(const __grid_constant__ StepTable table, int64_t first,
                               math::AdamOptions options, AdamSignals signals,
                               AdamPlan<acc_t> plan) {
-  let_next_kernel_start();
   const float scale = signals.grad_scale == nullptr ? 1 : *signals.grad_scale;
   const bool skip = math::skips_step(signals.found_inf == nullptr ? 0 : *signals.found_inf, scale);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -236,7 +234,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     fused_adam_kernel(const __grid_constant__ AdamTable table, int64_t first,
                       AdamPlan<typename Types::acc_t> plan,
                       math::AdamConstants<typename Types::acc_t> constants) {
-  wait_for_kernel_before();
   if (*plan.skip) return;
   const auto grad_factor = *plan.grad_factor;
   for_each_chunk(table, [&](uint32_t, const TableChunk& at, int lane) {

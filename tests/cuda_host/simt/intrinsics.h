@@ -1,5 +1,4 @@
-// Device functions that need no scheduler, and those that csrc/cuda/early_start.cuh defines for
-// GPUs.
+// Device functions that need no scheduler.
 #pragma once
 
 #include <algorithm>
@@ -28,11 +27,3 @@ template <std::integral T, std::integral U, class Result = decltype(T{} + U{})>
 constexpr Result max(T a, U b) {
   return std::max<Result>(a, b);
 }
-
-namespace ampfuse {
-
-// Here a launch begins when the one before it has ended.
-inline void let_next_kernel_start() {}
-inline void wait_for_kernel_before() {}
-
-}  // namespace ampfuse

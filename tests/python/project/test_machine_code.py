@@ -87,28 +87,6 @@ def test_the_table_of_kernels_has_a_row_for_each_kernel_asked_for(code):
     assert all("(LDG+STG)" in row for row in rows)
 
 
-# Kernels that may start before the previous kernel has finished (early_start.cuh), and the short
-# ones that let them. ACQBULK waits for the previous kernel, and PREEXIT lets the next one start.
-EARLY = r"(cross_entropy_forward|cross_entropy_total|fused_adam)_kernelI"
-SHORT = r"(cross_entropy_weigh|fused_adam_prepare)_kernelI"
-WITHOUT_MEMORY = {"S2R", "S2UR", "CS2R", "MOV", "UMOV", "IMAD", "LDC", "ULDC", "NOP"}
-
-
-def test_a_kernel_that_starts_early_waits_before_it_uses_memory(code):
-    has_early_start = code.number >= 90
-    for name, body in code.sass.items():
-        texts = [text for _, text in INSTRUCTION.findall(body)]
-        waits = [i for i, text in enumerate(texts) if "ACQBULK" in text]
-        assert len(waits) == (has_early_start and re.search(EARLY, name) is not None), name
-        lets = sum("PREEXIT" in text for text in texts)
-        assert lets == (has_early_start and re.search(SHORT, name) is not None), name
-        if waits:
-            # LDC reads arguments. ACQBULK has no condition.
-            assert texts[waits[0]] == "ACQBULK", name
-            before = {re.split(r"[ .]", text)[0] for text in texts[: waits[0]]}
-            assert before <= WITHOUT_MEMORY, (name, before)
-
-
 PLACES = "LaneTeamILi1E"  # one thread per row, for rows whose classes are far apart in memory
 
 
