@@ -167,3 +167,19 @@ TEST_CASE("after a step throws, the optimizer has no scale and can step again") 
   scaler.step(optimizer);
   CHECK(param[0].item<float>() < 1);
 }
+
+TEST_CASE("a scaler's step clips a group with a limit of its own by the norm of that group") {
+  // Gradients are ones, with norms 2 and 4.
+  const Tensors params = {torch::zeros({4}).requires_grad_(), torch::zeros({16}).requires_grad_()};
+  const auto options = ampfuse::AdamWOptions().write_back_grads(true);
+  ampfuse::AdamW optimizer({group_of(params[0], ampfuse::AdamWOptions(options).max_grad_norm(1)),
+                            group_of(params[1], options)},
+                           ampfuse::AdamWOptions().max_grad_norm(3));
+  GradScaler scaler(GradScalerOptions().init_scale(8));
+  scaler.scale(params[0].sum() + params[1].sum()).backward();
+  scaler.step(optimizer);
+
+  CHECK(params[0].grad()[0].item<float>() == Approx(1 / 2.0));
+  CHECK(params[1].grad()[0].item<float>() == Approx(3 / 4.0));
+  CHECK(optimizer.grad_norm().item<float>() == Approx(4));
+}
