@@ -43,7 +43,7 @@ FAULTS = [
             own |= zip(NORMS, self._history.norms(), strict=True)
         return {**super().state_dict(), **self._policy.options, **own}
 """,
-        "tests/python/amp",
+        "tests/python/amp tests/python/project/test_mistakes.py",
     ),
     Fault(
         "A scaler's state dict has overflows in a row and number of updates under swapped names.",

@@ -223,5 +223,11 @@ def test_norm_of_scaled_shards_may_exceed_float32():
 
 
 def test_outliers_and_a_process_group_are_not_combined():
-    with pytest.raises(ValueError, match="skip_outliers: expected None with a process_group"):
+    message = "skip_outliers: expected None with a process_group"
+    with pytest.raises(ValueError, match=message):
         ampfuse.GradScaler("cpu", skip_outliers=6.0, process_group=object())
+    scaler = ampfuse.GradScaler("cpu", process_group=object())
+    before = scaler.state_dict()
+    with pytest.raises(ValueError, match=message):
+        scaler.load_state_dict(ampfuse.GradScaler("cpu", 4.0, skip_outliers=6.0).state_dict())
+    assert scaler.state_dict() == before
