@@ -230,3 +230,18 @@ def test_a_captured_clip_computes_the_norm_of_each_replay():
         param.grad.mul_(3)
     graph.replay()
     torch.testing.assert_close(norm, torch.nn.utils.get_total_norm([p.grad for p in params]))
+
+
+def test_step_clips_by_the_norm_of_the_gradients_that_its_closure_computes(device):
+    param = Parameter(torch.zeros(4, device=device))
+    optimizer = ampfuse.AdamW([param], max_grad_norm=1.0, write_back_grads=True)
+    scaler = ampfuse.GradScaler(device.type, init_scale=8.0)
+
+    def closure(factor=3.0):
+        optimizer.zero_grad()
+        scaler.scale((factor * param).sum()).backward()
+
+    closure(factor=1.0)
+    scaler.step(optimizer, closure)
+    assert optimizer.grad_norm.item() == 6
+    assert param.grad.tolist() == pytest.approx([0.5] * 4)

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.filterwarnings("error")
 @WITH_MASTERS
 def test_synced_masters_take_over_the_loaded_model_in_place(device, dtype, master_weights):
     params = parameters(device, dtype)
-    optimizer = trained(ampfuse.AdamW, params, range(2), master_weights=master_weights)
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    optimizer = ampfuse.AdamW(groups, master_weights=master_weights)
+    train(optimizer, params, range(2))
     loaded = parameters(device, dtype, seed=9)
     addresses = [state["master_param"].data_ptr() for state in optimizer.state.values()]
     overwrite(params, loaded)
