@@ -55,7 +55,7 @@ def test_fault_is_named(programs, fault):
 
 def test_scaled_gradients_that_are_clipped_cause_a_warning(programs):
     hints, text = diagnosed(programs, PROGRAM, "clipping")
-    assert hints == []
+    assert not any("clip" in hint for hint in hints)
     assert "gradients were clipped to max_norm=1 while they were still multiplied" in text
 
 
