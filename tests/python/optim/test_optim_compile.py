@@ -111,11 +111,11 @@ def test_step_is_recompiled_when_gradients_appear_or_vanish(device, dtype, clip)
     assert frames == [1, 1, 2, 2, 3, 3]
 
 
-def test_groups_of_mixed_dtypes_with_their_own_limits_give_the_bits_of_eager_steps(device):
+def test_groups_of_mixed_dtypes_with_own_options_give_the_bits_of_eager_steps(device):
     def make(params):
         groups = [
             {"params": params[:7]},
-            {"params": params[7:8], "max_grad_norm": 0.5, "lr": 0.1},
+            {"params": params[7:8], "max_grad_norm": 0.5, "lr": 0.1, "state_dtype": torch.bfloat16},
             {"params": params[8:], "max_grad_norm": float("inf"), "betas": (0.1, 0.25)},
         ]
         return ampfuse.Adam(groups, max_grad_norm=1.0)
