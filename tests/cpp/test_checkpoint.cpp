@@ -202,6 +202,24 @@ TEST_CASE("the state of a disabled scaler is refused before anything is loaded",
   checkpoint::load(folder.path, {{"scaler", disabled}});
 }
 
+TEST_CASE("a loaded optimizer has the options of the saved one", "[checkpoint]") {
+  const Folder folder;
+  torch::nn::Linear model(3, 2);
+  const auto options = AdamWOptions(0.5).betas({0.5, 0.75}).eps(0.25).weight_decay(0.125);
+  AdamW saved(model->parameters(), AdamWOptions(options).amsgrad(true).maximize(true));
+  saved.step();
+  checkpoint::save(folder.path, 1, {{"optimizer", saved}});
+  AdamW loaded(model->parameters());
+  checkpoint::load(folder.path, {{"optimizer", loaded}});
+  const auto& found = static_cast<AdamWOptions&>(loaded.param_groups()[0].options());
+  CHECK(found.lr() == 0.5);
+  CHECK(found.betas() == std::tuple(0.5, 0.75));
+  CHECK(found.eps() == 0.25);
+  CHECK(found.weight_decay() == 0.125);
+  CHECK(found.amsgrad());
+  CHECK(found.maximize());
+}
+
 TEST_CASE("a checkpoint that cannot be written is refused", "[checkpoint]") {
   const Folder folder;
   torch::nn::Linear model(3, 2);

@@ -122,6 +122,14 @@ def test_random_numbers_of_python_numpy_and_torch_go_on_only_on_request(tmp_path
         assert draw() != numbers
         checkpoint.load(tmp_path, rng=True, **objects)
         assert draw() == numbers
+    # With an optimizer, training goes on, and so do the random numbers.
+    objects["optimizer"] = torch.optim.SGD(model.parameters())
+    checkpoint.save(tmp_path, step=1, **objects)
+    numbers = draw()
+    checkpoint.load(tmp_path, rng=False, **objects)
+    assert draw() != numbers
+    checkpoint.load(tmp_path, **objects)
+    assert draw() == numbers
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
