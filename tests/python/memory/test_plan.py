@@ -127,9 +127,10 @@ def blocks_and_step(make_block, count, micro_batches=1):
     return model, optimizer, step
 
 
-def test_checkpoints_that_save_nothing_are_left_out():
-    made = plan(*blocks_and_step(lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh()), 4), 1)
-    assert (made.fits, made.blocks) == (False, [])
+def test_changes_and_checkpoints_that_save_nothing_are_left_out():
+    program = blocks_and_step(lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh()), 4)
+    made = plan(*program, 1, allow=["bfloat16 moments", "linear cross-entropy"])
+    assert (made.fits, made.blocks, made.changes) == (False, [], [])
 
 
 def applied(budget, activation, micro_batches=1):
