@@ -17,24 +17,21 @@ LinearCrossEntropyGradients memory_for(LinearCrossEntropyArguments arguments,
 
 }  // namespace
 
-LinearCrossEntropyGradients padded_linear_gradients(const LinearCrossEntropyArguments& arguments,
+LinearCrossEntropyGradients padded_linear_gradients(LinearCrossEntropyArguments arguments,
                                                     const LinearLayer& layer,
                                                     const LinearGradientMask& wanted) {
-  LinearCrossEntropyGradients gradients = empty_linear_gradients(arguments, wanted);
-  at::Tensor& of_weight = gradients.weight;
-  if (of_weight.sizes() != layer.weight().sizes() && wanted[1]) {
-    of_weight = at::empty(layer.weight().sizes(), of_weight.options());
-  }
-  return gradients;
+  arguments.weight = layer.weight();
+  return empty_linear_gradients(arguments, wanted);
 }
 
 LinearCrossEntropyGradients finished_linear_gradients(
     LinearCrossEntropyGradients gradients, const LinearCrossEntropyArguments& arguments) {
-  at::Tensor& of_weight = gradients.weight;
-  if (of_weight.dim() == 2) {
-    const at::Tensor& weight = arguments.weight;
-    of_weight = of_weight.narrow(0, 0, weight.size(0)).narrow(1, 0, weight.size(1));
-  }
+  const int64_t classes = arguments.weight.size(0);
+  auto& [of_hidden, of_weight, of_bias] = gradients;
+  // A gradient that is not wanted has shape [0], of which slice() takes what there is.
+  of_bias = of_bias.slice(0, 0, classes);
+  of_weight = of_weight.slice(0, 0, classes);
+  if (of_weight.dim() == 2) of_weight = of_weight.narrow(1, 0, arguments.weight.size(1));
   // Memory for padding after the last row may stay.
   of_weight = of_weight.to(arguments.weight_grad_dtype).contiguous();
   return gradients;
@@ -56,10 +53,7 @@ void LinearGradients::add(const at::Tensor& grad, const at::Tensor& hidden, int6
   const bool is_first = first_row == 0;
   if (wanted_[0]) add_hidden(grad, first_row);
   if (wanted_[1]) layer_.weight_gradient(grad, hidden, gradients_.weight, is_first);
-  if (wanted_[2]) {
-    const at::Tensor of_classes = grad.narrow(1, 0, gradients_.bias.size(0));
-    layer_.bias_gradient(of_classes, gradients_.bias, is_first);
-  }
+  if (wanted_[2]) layer_.bias_gradient(grad, gradients_.bias, is_first);
 }
 
 void LinearGradients::add_hidden(const at::Tensor& grad, int64_t first_row) {

@@ -6,8 +6,8 @@
 
 namespace ampfuse {
 
-/// Allocates uninitialised memory, with padding for the weight's gradient as `layer` has it.
-LinearCrossEntropyGradients padded_linear_gradients(const LinearCrossEntropyArguments& arguments,
+/// Allocates uninitialised memory. The gradients of weight and bias have the padding of `layer`.
+LinearCrossEntropyGradients padded_linear_gradients(LinearCrossEntropyArguments arguments,
                                                     const LinearLayer& layer,
                                                     const LinearGradientMask& wanted);
 

@@ -27,7 +27,8 @@ at::Tensor in_rows(const at::Tensor& matrix) {
   return has_rows ? matrix : matrix.clone(at::MemoryFormat::Contiguous);
 }
 
-// Returns the matrix in this dtype, with zeros up to these sizes.
+// Returns the matrix in this dtype, with zeros up to these sizes. A copy converts and pads at once;
+// at::constant_pad_nd would need a converted copy before.
 at::Tensor padded(const at::Tensor& matrix, at::ScalarType dtype, int64_t rows, int64_t columns) {
   const int64_t filled_rows = matrix.size(0);
   const int64_t filled_columns = matrix.size(1);
