@@ -36,7 +36,7 @@ struct Rows {
 
 }  // namespace
 
-TEST_CASE("cross_entropy has the loss and the gradient of torch's") {
+TEST_CASE("cross_entropy has the loss and the gradient of torch") {
   for (const auto device : devices()) {
     const Rows rows(device);
     const auto loss = ampfuse::cross_entropy(rows.logits, rows.target, rows.options());
