@@ -1,13 +1,14 @@
 """Plants known faults in a copy of the sources, one at a time, and reports which tests notice each.
 
     python tests/faults/plant.py                        # all faults, in this checkout
-    python tests/faults/plant.py --only remainder       # those with this word in sentence or file
+    python tests/faults/plant.py --only csrc/math mean  # those with a word in sentence or file
     python tests/faults/plant.py --revision main~5      # in the sources and tests of a revision
 
 The copy and its build are in build/faults and stay there, so that only what a fault changes is
 compiled. It has no CUDA kernels: tests/cuda_host compiles these for the CPU. First all tests that
 any fault names run without a fault; what fails then is not counted. Run it with the interpreter of
-.venv, which has pytest, CMake and Ninja, after `make test-frameworks` has made .venv-frameworks.
+.venv, which has pytest, CMake and Ninja, after `make test test-frameworks`, which fetch what the
+tests need.
 """
 
 import argparse
@@ -119,7 +120,7 @@ def build(wanted: str) -> str | None:
     targets = [*ctests(wanted), *(LIBRARY if "tests/" in wanted else [])]
     done = run("cmake", "--build", BUILD, "--target", *targets)
     if done.returncode != 0:
-        return done.stdout[-3000:]
+        return f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
     if "tests/" in wanted:
         must("cmake", "--install", BUILD)
     return None
@@ -172,14 +173,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", default="", help="faults with this word in sentence or file")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="faults with one of these words in sentence or file"
+    )
     parser.add_argument("--revision", help="whose sources and tests are taken; default: this tree")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "faults" / "noticed.txt")
     arguments = parser.parse_args()
     faults = [
         fault
         for fault in FAULTS
-        if arguments.only.lower() in f"{fault.breaks} {fault.file}".lower()
+        if any(word in f"{fault.breaks} {fault.file}" for word in arguments.only)
     ]
     copy_sources(arguments.revision)
     configure()

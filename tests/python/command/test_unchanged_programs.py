@@ -18,6 +18,7 @@ print(sys.modules["__main__"].__dict__ is globals(), __builtins__.__name__)
 COMMAND_LINES = [
     "scripts/look.py --lr 1 -m x --json env",
     "look.py a -- --lr 1",
+    "link.py",
     "-- look.py -- 1",
     "-m look a -- --lr 1 --quiet",
     "-mlook -mx --lr 1",
@@ -31,6 +32,7 @@ COMMAND_LINES = [
 def test_program_sees_the_same_globals_and_arguments_as_without_ampfuse(programs, line):
     for name in ("scripts/look.py", "look.py", "env.py", "pack/look.py"):
         programs.write(name, LOOK_AROUND)
+    (programs.folder / "link.py").symlink_to("scripts/look.py")
     programs.write("pack/__init__.py", "import sys\nprint(sys.argv)").write("pack/sibling.py", "")
     programs.write("pack/__main__.py", f"{LOOK_AROUND}\nfrom . import sibling")
     assert_same(*programs.both(*line.split()))

@@ -1,5 +1,7 @@
 """Long programs are measured in runs, with pauses in which torch is as it was."""
 
+import time
+
 import ampfuse
 import pytest
 import torch
@@ -54,6 +56,15 @@ def test_functions_of_torch_are_put_back_in_pauses(short_runs):
         assert replaced_functions() == before
     assert steps.numbers == MEASURED
     assert replaced_functions() == before
+
+
+def test_time_of_a_pause_belongs_to_no_step(short_runs):
+    with clocked() as steps:
+        train()
+        train(lambda: time.sleep(0.05))
+        train()
+    assert steps.numbers == MEASURED
+    assert sum(steps.steps[10].values()) < 0.25
 
 
 def test_epochs_are_counted_in_pauses_but_batches_are_not(short_runs):
