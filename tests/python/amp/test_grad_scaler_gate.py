@@ -109,7 +109,10 @@ def test_state_is_that_after_all_steps(device, tmp_path, monkeypatch):
     assert alone.last_epoch == 4
 
 
-def test_copy_follows_its_own_scaler(device):
+def test_copy_follows_its_own_scaler(device, monkeypatch):
+    """The optimizer is copied before the scheduler, which may not have followed the first step."""
+    if device.type == "cpu":
+        monkeypatch.setattr(_gate, "HostCopy", LateCopy)
     first = Training(device)
     first.run([1.0])
     second = copy.deepcopy(first)
@@ -118,7 +121,10 @@ def test_copy_follows_its_own_scaler(device):
     first.run([1.0])
     first.scheduler.wait()
     assert (first.rate(), second.rate()) == (0.25, 0.5)
-    assert pickle.loads(pickle.dumps(first.scheduler)).last_epoch == 2
+    first.run([1.0])
+    pickled = pickle.loads(pickle.dumps(first.scheduler))
+    pickled.wait()
+    assert pickled.last_epoch == 3
 
 
 def test_scheduler_of_epochs_is_refused():
