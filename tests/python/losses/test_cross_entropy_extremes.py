@@ -65,7 +65,9 @@ def test_loss_and_gradient_of_confident_rows_keep_their_digits(device, dtype):
     loss, grad = results(ampfuse.cross_entropy, logits, target, reduction="none")
 
     others = 999 * torch.exp(-margin.double())
-    assert torch.allclose(loss.cpu().double(), torch.log1p(others), rtol=1e-6, atol=0)
+    # On a GPU, the powers of two that stand for exponentials of 16-bit logits are rounded.
+    rounding = 1e-7 * margin if device.type == "cuda" and dtype.itemsize == 2 else 0
+    assert ((loss.cpu().double() / torch.log1p(others) - 1).abs() <= 1e-6 + rounding).all()
     of_target = -(others / (1 + others))
     diagonal = grad[target, target].cpu()
     if dtype != torch.float16:  # float16's smallest positive number is 6e-8

@@ -3,7 +3,7 @@
 import ampfuse
 import pytest
 import torch
-from cross_entropy_reference import ULPS, exact, ulp
+from cross_entropy_reference import allowed_ulps, error_of_probability, exact, ulp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -83,8 +83,8 @@ def tolerance(logits, target, options):
     if logits.dtype == torch.float64:
         return 8, 1e-14 * largest
     if target.is_floating_point() or options["label_smoothing"]:
-        return 2, 4e-7 * largest
-    return (1.6 if logits.is_cuda else ULPS), 1e-15 * largest
+        return 2, error_of_probability(logits) * largest
+    return allowed_ulps(logits), 1e-15 * largest
 
 
 def assert_near(result, expected, allowed):

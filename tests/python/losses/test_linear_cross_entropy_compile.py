@@ -129,7 +129,7 @@ def test_autocast_sets_the_dtype_of_products_but_not_of_gradients(device, backen
     def step(hidden, weight, bias, target):
         with torch.autocast(device.type, cast):
             return ampfuse.linear_cross_entropy(
-                hidden, weight, target, bias, reduction=reduction, chunk_rows=8
+                hidden, weight, target, bias, reduction=reduction, chunk_rows=8, logits_dtype=FLOAT
             )
 
     if backend is not None:

@@ -9,6 +9,19 @@ from torch.nn import functional
 ULPS = 1.25 if ampfuse.build_info()["cpu_capability"] == "DEFAULT" else 1.0
 
 
+def allowed_ulps(logits):
+    """Return the allowed error of a gradient of rows of any length; see docs/numerics.md."""
+    return 1.6 if logits.is_cuda and logits.dtype == torch.float32 else ULPS
+
+
+def error_of_probability(logits):
+    """Return the allowed relative error of p before it is rounded, which shows where terms cancel.
+
+    On a GPU, the exponent of 16-bit logits carries a bias of 40, so it is rounded by up to 2**-19.
+    """
+    return 2e-6 if logits.is_cuda and logits.dtype.itemsize == 2 else 4e-7
+
+
 def exact(logits, target, upstream=1.0, *, denominator=None, z_loss=0.0, softcap=None, **options):
     """Return loss and gradient for `upstream` in float64, from the same rounded logits."""
     if logits.dim() == 1:
