@@ -121,16 +121,24 @@ def test_editable_cpu_build_with_a_cuda_torch_runs_ops_and_reports_missing_kerne
     assert " passed" in out
 
 
-def test_setup_passes_no_architectures_for_a_torch_without_cuda(empty):
-    # A CPU build of torch lacks the CUDA functions. The fake cmake prints its arguments.
-    (empty.site / "cpu_torch.pth").write_text("import torch; del torch._C._cuda_getArchFlags\n")
+def set_up_with_cmake(version, empty):
+    """Run setup.py with a CMake that prints its arguments."""
     cmake = empty.python.parent / "cmake"
     loop = 'for argument in "$@"; do echo "[$argument]"; done'
-    cmake.write_text(f"#!/bin/sh\necho cmake version 4.0\n{loop}\n")
+    cmake.write_text(f"#!/bin/sh\necho cmake version {version}\n{loop}\n")
     cmake.chmod(0o755)
-    command = ("setup.py", "build_ext", "--inplace")
-    out = run(empty.python, *command, cwd=ROOT, env=environment())
-    assert "[-DAMPFUSE_TORCH_ARCHS=]" in out
+    return run(empty.python, "setup.py", "build_ext", "--inplace", cwd=ROOT, env=environment())
+
+
+def test_setup_passes_no_architectures_for_a_torch_without_cuda(empty):
+    # A CPU build of torch lacks the CUDA functions.
+    (empty.site / "cpu_torch.pth").write_text("import torch; del torch._C._cuda_getArchFlags\n")
+    assert "[-DAMPFUSE_TORCH_ARCHS=]" in set_up_with_cmake("4.0", empty)
+
+
+def test_setup_refuses_a_cmake_that_is_too_old(empty):
+    with pytest.raises(AssertionError, match=r"building ampfuse needs cmake 3\.27 or newer"):
+        set_up_with_cmake("3.5.2", empty)
 
 
 def test_source_distribution_has_all_sources_and_configures(checkout, tmp_path):
@@ -182,13 +190,13 @@ def test_library_of_another_torch_is_refused_on_import(tmp_path):
     assert re.fullmatch(r".*make build.*\n.* for torch 2\.99\.1, but torch 2\.\d+.*\n", errors)
 
 
-def test_library_of_another_torch_is_refused_by_find_package(tmp_path):
+def test_library_of_another_minor_torch_is_refused_by_find_package(tmp_path):
     package = copy_of_package(tmp_path)
     config = package / "share" / "cmake" / "ampfuse" / "ampfuseConfig.cmake"
     text = config.read_text()
     assert 'AMPFUSE_BUILT_FOR_TORCH "2.' in text
-    config.write_text(text.replace('AMPFUSE_BUILT_FOR_TORCH "2.', 'AMPFUSE_BUILT_FOR_TORCH "1.'))
-    with pytest.raises(AssertionError, match=r"built\s+for torch 1\.\d+\.\d+, but"):
+    config.write_text(text.replace('AMPFUSE_BUILT_FOR_TORCH "2.', 'AMPFUSE_BUILT_FOR_TORCH "2.9'))
+    with pytest.raises(AssertionError, match=r"built\s+for torch 2\.9\d+\.\d+, but"):
         build_program(CONSUMER, tmp_path / "build", f"{package};{sys.prefix}")
 
 
