@@ -174,7 +174,7 @@ void backward_by_row(const CpuRows& rows, const BackwardInputs& inputs, const Ro
                grad.zero(row);
                return;
              }
-             const math::RowStatistics& known = inputs.statistics[row];
+             const math::RowStatistics known = rows.statistics(inputs.statistics, row);
              const math::RowGradient<double> of_row = math::row_gradient(
                  known, rows.reference(known.largest), rows.target_mass(rows.target(row)),
                  rows.terms(), inputs.scale(row));

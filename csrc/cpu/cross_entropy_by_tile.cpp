@@ -37,13 +37,15 @@ void put_statistics(const Tile& tile, const TileStatistics& known, math::RowStat
   }
 }
 
-TileStatistics statistics_of(const Tile& tile, const math::RowStatistics* rows) {
+TileStatistics statistics_of(const CpuRows& rows, const Tile& tile, int64_t first,
+                             const math::RowStatistics* of_rows) {
   TileStatistics known = {};
   for (int64_t i = 0; i < tile.rows; ++i) {
-    known.largest[i] = rows[i].largest;
-    known.sum[i] = rows[i].sum;
-    known.others[i] = rows[i].others;
-    known.masses[i] = rows[i].masses;
+    const math::RowStatistics row = rows.statistics(of_rows, first + i);
+    known.largest[i] = row.largest;
+    known.sum[i] = row.sum;
+    known.others[i] = row.others;
+    known.masses[i] = row.masses;
   }
   return known;
 }
@@ -106,7 +108,7 @@ void backward_by_tile(const CpuRows& rows, const BackwardInputs& inputs, const R
   const auto exponentials = AMPFUSE_CHOOSE(tile_exponentials);
   const auto gradient = AMPFUSE_CHOOSE(tile_gradient);
   each_tile(rows, [&](const Tile& tile, int64_t, const RowLocation& first, void* memory) {
-    const TileStatistics known = statistics_of(tile, inputs.statistics + first.row);
+    const TileStatistics known = statistics_of(rows, tile, first.row, inputs.statistics);
     TileNumbers reference;
     TileTargets targets;
     exponentials(tile, memory, known.largest, reference, targets);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../math/cross_entropy_shards.h"
 #include "../ops/cross_entropy.h"
 #include "cross_entropy_row_layout.h"
 #include "vec/cross_entropy_targets.h"
@@ -23,6 +24,7 @@ class CpuRows {
         target_dtype_(arguments.target.scalar_type()),
         has_probabilities_(arguments.has_probabilities()),
         ignore_index_(arguments.options.ignore_index),
+        is_shard_(arguments.all_classes.has_value()),
         terms_(arguments.terms<double>()) {
     masses_.weight = arguments.weight ? arguments.weight->const_data_ptr() : nullptr;
     masses_.uniform = terms_.uniform;
@@ -147,6 +149,11 @@ class CpuRows {
     return target < 0 ? 0 : weight(target) * (terms_.of_target + terms_.uniform);
   }
 
+  // Returns the statistics of a row for the gradient of its classes.
+  math::RowStatistics statistics(const math::RowStatistics* of_rows, int64_t row) const {
+    return is_shard_ ? math::of_shard(of_rows[row], target_mass(target(row))) : of_rows[row];
+  }
+
   // An ignored row has no target, even if `ignore_index` is a class.
   Logits logits(int64_t row, int64_t block) const {
     const int64_t first = block * kClassBlock;
@@ -217,6 +224,7 @@ class CpuRows {
   bool has_probabilities_;
   RowLayout probability_layout_;
   int64_t ignore_index_;
+  bool is_shard_;
   math::LossTerms<double> terms_;
   ClassMasses masses_;
 };

@@ -33,9 +33,9 @@ void join(const CrossEntropyArguments& arguments, const at::Tensor& partials,
   const int64_t all_classes = *arguments.all_classes;
   at::parallel_for(0, rows.count(), 1024, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const math::JoinedRow known = math::joined_row(
-          first + row, rows.count(), shards, all_classes, !rows.has_probabilities(),
-          rows.is_ignored(row), rows.target(row) >= 0, rows.terms());
+      const math::JoinedRow known =
+          math::joined_row(first + row, rows.count(), shards, all_classes,
+                           !rows.has_probabilities(), rows.is_ignored(row), rows.terms());
       loss.put(row, known.loss);
       if (statistics != nullptr) statistics[row] = known.statistics;
       if (!with_metrics) continue;

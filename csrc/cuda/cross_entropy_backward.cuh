@@ -27,10 +27,11 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     }
     const int target_class = table.class_of(index);
     const auto scale = static_cast<Number>(grad_output[is_per_row ? row : 0] / *divisor);
-    const math::RowStatistics known = statistics[row];
+    const Number mass = table.row_target(table.is_elsewhere(index), target_class, scalar_t{}).mass;
+    const math::RowStatistics known =
+        table.is_shard ? math::of_shard(statistics[row], mass) : statistics[row];
     const auto exponential =
         row_exponential<scalar_t>(static_cast<RowAcc<scalar_t>>(known.largest));
-    const Number mass = table.row_target(table.is_elsewhere(index), target_class, scalar_t{}).mass;
     const PackGradient<kWork, scalar_t> gradient(
         table, table.template probabilities_of<Team>(row), target_class,
         math::row_gradient(known, static_cast<Number>(exponential.reference()), mass, table.terms,

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_shards_join_kernel(
     const int64_t index = table.index(row);
     const math::JoinedRow known =
         math::joined_row(partials + row, table.rows, shards, all_classes, table.target != nullptr,
-                         table.is_ignored(index), table.class_of(index) >= 0, table.terms);
+                         table.is_ignored(index), table.terms);
     results.loss[row] = known.loss;
     if (results.statistics != nullptr) results.statistics[row] = known.statistics;
     if (results.argmax == nullptr) continue;

@@ -23,9 +23,11 @@ struct ClassTile {
   CrossEntropyArguments loss;
 };
 
+// `targets`: [tiles, rows] if targets are indices.
 ClassTile tile_at(const LinearCrossEntropyArguments& arguments, const LinearLayer& layer,
-                  int64_t first, int64_t step) {
+                  const std::optional<at::Tensor>& targets, int64_t index, int64_t step) {
   const int64_t classes = arguments.weight.size(0);
+  const int64_t first = index * step;
   const int64_t count = std::min(step, classes - first);
   LinearCrossEntropyArguments of_tile = arguments;
   of_tile.weight = arguments.weight.narrow(0, first, count);
@@ -34,11 +36,13 @@ ClassTile tile_at(const LinearCrossEntropyArguments& arguments, const LinearLaye
     of_tile.target = arguments.target.narrow(1, first, count);
   }
   of_tile.shard = VocabShard{"", 1, first, classes};
+  std::optional<at::Tensor> renumbered;
+  if (targets) renumbered = targets->select(0, index);
   const int64_t padded = LinearLayer::padded_size(count, arguments.weight.is_cuda());
   return {first,
           count,
           {layer.weight().narrow(0, first, padded), of_tile.bias, of_tile.dtype},
-          of_tile.loss_of_shard()};
+          of_tile.loss_of_shard(renumbered)};
 }
 
 void use_logits(ClassTile& tile, const LinearLogits& memory) {
@@ -67,21 +71,31 @@ LinearCrossEntropyGradients linear_cross_entropy_forward_by_tile(
   const int64_t tiles = (classes + step - 1) / step;
   const auto doubles = outputs.divisor.options();
   const at::Tensor hidden = layer.rows(arguments.hidden, 0, rows);
+  std::optional<at::Tensor> targets;
+  if (!arguments.target.is_floating_point()) {
+    targets = targets_of_shards(arguments.target, arguments.options.ignore_index, 0,
+                                arguments.weight.size(0), step);
+  }
   LinearLogits memory(kernels, arguments, layer);
   memory.allocate(rows, step, any(wanted));
 
   // First pass: each row's partial sums over each tile.
   const at::Tensor partials = at::full({tiles, rows, math::kShardPartial}, NAN, doubles);
   for (int64_t index = 0; index < tiles; ++index) {
-    ClassTile tile = tile_at(arguments, layer, index * step, step);
+    ClassTile tile = tile_at(arguments, layer, targets, index, step);
     compute_logits(tile, hidden, memory);
     const at::Tensor best = at::empty(outputs.argmax.sizes(), outputs.argmax.options());
     reduce_shard(shard_kernels, tile.loss, tile.first, {partials[index], best});
   }
 
-  // Second pass, backwards, since the last tile's logits are in memory. The statistics of a row
-  // differ between the tile that has its target and the others.
+  // The partial sums of all tiles, joined once.
   const at::Tensor statistics = at::empty({rows, math::kRowStatistics}, doubles);
+  ClassTile tile = tile_at(arguments, layer, targets, tiles - 1, step);
+  use_logits(tile, memory);
+  shard_kernels.join(tile.loss, partials,
+                     {losses, statistics, outputs.lse, outputs.entropy, outputs.argmax});
+
+  // Second pass, backwards, since the last tile's logits are in memory.
   const at::Tensor grad_output = outputs.baked_scale.to(at::kDouble);
   LinearCrossEntropyGradients gradients = padded_linear_gradients(arguments, layer, wanted);
   at::Tensor of_hidden = gradients.hidden;
@@ -89,13 +103,12 @@ LinearCrossEntropyGradients linear_cross_entropy_forward_by_tile(
       (of_hidden.scalar_type() != layer.sum_dtype() || of_hidden.sizes() != hidden.sizes())) {
     of_hidden = at::empty(hidden.sizes(), hidden.options().dtype(layer.sum_dtype()));
   }
-  for (int64_t index = tiles - 1; index >= 0; --index) {
+  for (int64_t index = tiles - 1; index >= 0 && any(wanted); --index) {
     const bool is_first = index == tiles - 1;
-    ClassTile tile = tile_at(arguments, layer, index * step, step);
-    is_first ? use_logits(tile, memory) : compute_logits(tile, hidden, memory);
-    shard_kernels.join(tile.loss, partials,
-                       {losses, statistics, outputs.lse, outputs.entropy, outputs.argmax});
-    if (!any(wanted)) break;
+    if (!is_first) {
+      tile = tile_at(arguments, layer, targets, index, step);
+      compute_logits(tile, hidden, memory);
+    }
     const at::Tensor grad = memory.grad(rows, tile.count);
     kernels.backward(tile.loss, grad_output, statistics, outputs.divisor, grad);
     const at::Tensor padded = memory.padded_grad(rows, tile.count, tile.layer.classes());

@@ -4,8 +4,8 @@
 // A second pass computes the logits again, and the gradients. A tile's part of the weight's
 // gradient is complete after one product, so it needs no float sum. Besides the gradients, memory
 // is needed for the logits of one tile and their gradient, for the float sum of the hidden states'
-// gradient, and for 88 bytes of partial sums per row and tile. There is one product more than with
-// chunks of rows: the logits are computed twice, except those of the last tile.
+// gradient, and for 88 bytes of partial sums and a target per row and tile. There is one product
+// more than with chunks of rows: the logits are computed twice, except those of the last tile.
 #pragma once
 
 #include "../ops/linear_cross_entropy.h"

@@ -63,10 +63,11 @@ int64_t linear_cross_entropy_workspace(const at::Tensor& hidden, const at::Tenso
   const int64_t block = is_wide && !on_gpu ? std::min(block_sum, LinearLayer::kBlockBytes) : 0;
   const int64_t wide = chunk_classes ? hidden_sum + block : std::max(hidden_sum, block);
   const int64_t tiles = chunk_classes && classes > 0 ? (all_classes + classes - 1) / classes : 0;
-  const int64_t partials = tiles * rows * math::kShardPartial * int64_t(sizeof(double));
+  // Partial sums, and the targets among the tile's classes.
+  const int64_t of_tiles = tiles * rows * (math::kShardPartial + 1) * int64_t(sizeof(double));
   const int64_t padded_classes = LinearLayer::padded_size(all_classes, on_gpu);
   const int64_t padded_features = LinearLayer::padded_size(weight.size(1), on_gpu);
-  return most + wide + partials + copy_bytes(hidden, rows, rows, padded_features, dtype) +
+  return most + wide + of_tiles + copy_bytes(hidden, rows, rows, padded_features, dtype) +
          copy_bytes(weight, all_classes, padded_classes, padded_features, dtype);
 }
 

@@ -71,24 +71,31 @@ struct JoinedRow {
   double loss;  // 0 if the row is ignored
   double lse;
   double entropy;
-  RowStatistics statistics;  // for the gradient of this shard's classes
+  RowStatistics statistics;  // the same for all shards: `masses` includes that of the target
   int64_t argmax;
 };
 
 /// Returns the results of a row from the partials of all shards; see join_shards for the first four
-/// arguments. `is_here`: true if the target is on this shard. If it is on another shard, its B is
-/// added to statistics.masses, since the gradient of this shard has no target class.
+/// arguments.
 template <typename Terms>
 AMPFUSE_HOST_DEVICE JoinedRow joined_row(const ShardPartial* partials, int64_t stride, int count,
                                          int64_t all_classes, bool has_index, bool is_ignored,
-                                         bool is_here, const Terms& terms) {
+                                         const Terms& terms) {
   const WholeRow whole =
       join_shards(partials, stride, count, all_classes, has_index && !is_ignored);
   const RowLoss<double> known = row_loss(whole.others, whole.target, terms);
   RowStatistics statistics = known.statistics;
-  if (whole.target.exists && !is_here) statistics.masses += whole.target.mass;
+  if (whole.target.exists) statistics.masses += whole.target.mass;
   if (is_ignored) statistics = {};
   return {is_ignored ? 0 : known.loss, known.lse, known.entropy, statistics, whole.argmax};
+}
+
+/// Returns the statistics from which the gradient of one shard's classes is computed.
+/// `target_mass`: B of the target if it is on this shard, else 0: then the gradient of this shard
+/// has no target class.
+AMPFUSE_HOST_DEVICE RowStatistics of_shard(RowStatistics joined, double target_mass) {
+  joined.masses -= target_mass;  // exactly 0 if the other classes have no masses
+  return joined;
 }
 
 }  // namespace ampfuse::math

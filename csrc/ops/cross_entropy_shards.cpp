@@ -2,8 +2,10 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/where.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "../math/cross_entropy_shards.h"
@@ -48,12 +50,14 @@ std::optional<VocabShard> vocab_shard_from(const FindValue& find) {
   return VocabShard{group.toStringRef(), shard[0], shard[1], shard[2]};
 }
 
-at::Tensor targets_of_shard(const VocabShard& shard, const at::Tensor& targets,
-                            int64_t ignore_index, int64_t classes) {
+at::Tensor targets_of_shards(const at::Tensor& targets, int64_t ignore_index, int64_t begin,
+                             int64_t end, int64_t classes) {
   // Compare as int64: in uint8 an ignore_index of -100 would be 156.
   const at::Tensor wide = targets.to(at::kLong);
-  const at::Tensor among = wide - shard.first_class;
-  const at::Tensor is_here = among.ge(0).logical_and(among.lt(classes));
+  const at::Tensor first =
+      at::arange(begin, std::max(end, begin + 1), std::max<int64_t>(classes, 1), wide.options());
+  const at::Tensor among = wide - first.unsqueeze(1);
+  const at::Tensor is_here = among.ge(0).logical_and_(among.lt(classes)).logical_and_(wide.lt(end));
   const at::Tensor renumbered = at::where(is_here, among, math::kElsewhere);
   return at::where(wide.eq(ignore_index), kIgnoredTarget, renumbered);
 }

@@ -16,12 +16,13 @@ namespace ampfuse {
 NamedValues named(const std::optional<VocabShard>& shard);
 std::optional<VocabShard> vocab_shard_from(const FindValue& find);
 
-/// The target of an ignored row in targets_of_shard().
+/// The target of an ignored row in targets_of_shards().
 inline constexpr int64_t kIgnoredTarget = -1;
-/// Renumbers targets from all classes to the `classes` classes of a shard. Targets of other shards
-/// become math::kElsewhere, ignored targets kIgnoredTarget.
-at::Tensor targets_of_shard(const VocabShard& shard, const at::Tensor& targets,
-                            int64_t ignore_index, int64_t classes);
+/// Renumbers targets from all classes to those of the shards into which the classes from `begin` to
+/// `end` are divided, `classes` in each but the last. Returns [shards, rows]. Targets of other
+/// shards become math::kElsewhere, ignored targets kIgnoredTarget.
+at::Tensor targets_of_shards(const at::Tensor& targets, int64_t ignore_index, int64_t begin,
+                             int64_t end, int64_t classes);
 
 /// Gathers `mine` of all ranks, as [group_size, ...]. On a GPU the host does not wait for other
 /// ranks.

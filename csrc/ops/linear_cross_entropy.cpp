@@ -68,16 +68,21 @@ CrossEntropyArguments LinearCrossEntropyArguments::loss() const {
   return {logits, target, weights, options};
 }
 
-CrossEntropyArguments LinearCrossEntropyArguments::loss_of_shard() const {
+CrossEntropyArguments LinearCrossEntropyArguments::loss_of_shard(
+    const std::optional<at::Tensor>& renumbered) const {
   CrossEntropyArguments of_shard = loss();
   of_shard.are_targets_checked = true;
   of_shard.gradient_limit = gradient_limit();
   if (!shard) return of_shard;
   of_shard.all_classes = shard->num_classes;
   if (of_shard.has_probabilities()) return of_shard;
-  of_shard.target = targets_of_shard(*shard, target, options.ignore_index, weight.size(0));
+  const int64_t first = shard->first_class;
+  const int64_t classes = weight.size(0);
+  of_shard.target = renumbered ? *renumbered
+                               : targets_of_shards(target, options.ignore_index, first,
+                                                   first + classes, classes)[0];
   of_shard.options.ignore_index = kIgnoredTarget;
-  if (class_weight) of_shard.weight = class_weight->narrow(0, shard->first_class, weight.size(0));
+  if (class_weight) of_shard.weight = class_weight->narrow(0, first, classes);
   return of_shard;
 }
 

@@ -51,7 +51,8 @@ struct LinearCrossEntropyArguments {
   /// all shards, or with probabilities those of this shard.
   CrossEntropyArguments loss() const;
   /// The arguments of the loss for the classes of this shard, whose targets were checked.
-  CrossEntropyArguments loss_of_shard() const;
+  /// `renumbered`: the result of targets_of_shards() for this shard, if it is known.
+  CrossEntropyArguments loss_of_shard(const std::optional<at::Tensor>& renumbered = {}) const;
 };
 
 /// A call of linear_cross_entropy, of either overload.

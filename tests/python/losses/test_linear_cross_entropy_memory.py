@@ -1,5 +1,6 @@
 """Tests of the memory of linear_cross_entropy: gradients, and one chunk of logits."""
 
+from collections import Counter
 from dataclasses import replace
 
 import ampfuse
@@ -8,6 +9,7 @@ import torch
 from ampfuse import _C
 from harness.memory import extra_peak as peak
 from linear_reference import head
+from torch.profiler import ProfilerActivity, profile
 
 BFLOAT16, FLOAT = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -180,5 +182,18 @@ def test_on_a_gpu_all_rows_share_one_chunk_of_16_bit_logits_if_that_takes_less()
     options["logits_dtype"] = FLOAT
     tiles = _C.linear_cross_entropy_workspace(hidden, weight, chunk_classes=4096, **options)
     of_logits, of_hidden_sum = 4096 * 4096 * (4 + 2), 4096 * 4096 * 4
-    of_partials = 4096 * 32 * 11 * 8  # eleven numbers per row and tile
-    assert tiles == of_logits + of_hidden_sum + of_partials
+    of_rows = 4096 * 32 * (11 + 1) * 8  # eleven partial sums and a target per row and tile
+    assert tiles == of_logits + of_hidden_sum + of_rows
+
+
+def test_tiles_look_up_targets_and_join_partial_sums_once_for_all_tiles():
+    def operators(classes):
+        batch = head(torch.device("cpu"), FLOAT, classes=classes)
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            batch.grads(batch.loss(chunk_classes=32))
+        return Counter(event.name for event in seen.events())
+
+    few, many = operators(64), operators(32 * 12)
+    assert many["aten::addmm"] - few["aten::addmm"] >= 20
+    for name in ("aten::where", "aten::eq", "aten::ge", "aten::lt", "aten::sub", "aten::full"):
+        assert many[name] == few[name], name
