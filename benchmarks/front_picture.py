@@ -46,7 +46,7 @@ def main() -> None:
     axes.set_xticks([0, 0.5, 1, 1.5, 2])
     axes.set_xlabel("time, as a multiple of torch's (shorter is faster)", fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title("Time of parts of a training step", fontsize=11)
+    axes.set_title("Time of training steps and of their parts", fontsize=11)
     handles = [Patch(color=color) for color in BAR_COLORS]
     labels = ["ampfuse", COMPILED.head, "torch"]
     axes.legend(handles, labels, frameon=False, fontsize=9, loc="lower right")

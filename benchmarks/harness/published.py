@@ -1,9 +1,10 @@
 """The tables that the pages show: which rows of which results, and how they are called there."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 H100 = "nvidia-h100-80gb-hbm3"
+H200 = "nvidia-h200"
 EPYC = "amd-epyc"
 
 
@@ -43,6 +44,7 @@ FLOAT = Column("torch, `.float()`", ("torch .float()",))
 COMPILED = Column("torch.compile", ("torch.compile",))
 LIGER = Column("Liger", ("Liger",))
 OURS = Column("ampfuse", ("ampfuse",))
+BOTH = Column("ampfuse, torch.compile", ("ampfuse, torch.compile",))
 RATE = Column("of the memory's rate", ("ampfuse",), "of_ceiling")
 
 
@@ -122,8 +124,29 @@ def linear(machine: str, shapes: Sequence[str], columns: Sequence[Column]) -> Ta
     return Table(["rows × features × classes"], pairs, lines)
 
 
+def training(lines: Mapping[str, str]) -> Table:
+    """Return the table of whole training steps of models, by label: time and memory."""
+    file = f"{H200}/training.csv"
+    pairs = [
+        each
+        for column in (BEST_OF_TORCH, COMPILED, OURS, BOTH)
+        for each in (column, memory(column))
+    ]
+    rows = [Line([label], file, "step", shape, "bfloat16") for label, shape in lines.items()]
+    return Table(["milliseconds"], pairs, rows)
+
+
 BEST_OF_TORCH = Column("torch", ("torch fused=True", "torch fused", "torch", "torch foreach"))
+BEST_OF_OURS = Column("ampfuse", ("ampfuse", "ampfuse, torch.compile"))
 FRONT = {
+    "Training step of GPT-2 124M, bfloat16 autocast, 8 × 1024 words": (
+        *("H200", f"{H200}/training.csv"),
+        *("step", "gpt2-124m", "bfloat16"),
+    ),
+    "Training step of ViT-B/16, bfloat16 autocast, 64 images": (
+        *("H200", f"{H200}/training.csv"),
+        *("step", "vit-b-16", "bfloat16"),
+    ),
     "AdamW step with unscaling and clipping, float32, 64 × 1M parameters": (
         *("H100", f"{H100}/fused_adam.csv"),
         *("step", "64x1M", "float32"),
@@ -149,13 +172,18 @@ FRONT = {
         *("patched_step", "resnet50", "float32"),
     ),
 }
+TRAINING = {
+    "GPT-2 124M, 8 × 1024 words": "gpt2-124m",
+    "ViT-B/16, 64 images": "vit-b-16",
+}
 TABLES = {
     "front": Table(
         ["milliseconds", "on"],
-        [BEST_OF_TORCH, COMPILED, OURS],
+        [BEST_OF_TORCH, COMPILED, BEST_OF_OURS],
         [Line([label, machine], *case) for label, (machine, *case) in FRONT.items()],
         has_ratio=True,
     ),
+    "training-h200": training(TRAINING),
     "multi-tensor-h100": multi_tensor(H100, [RATE]),
     "multi-tensor-cpu": multi_tensor(EPYC, []),
     "step-h100": steps(H100, ["64x1M"], ["float32"]),
@@ -223,6 +251,8 @@ IN_CHINESE = {
         zip(
             FRONT,
             (
+                "GPT-2 124M 的一个训练步，bfloat16 autocast，8 × 1024 个词",
+                "ViT-B/16 的一个训练步，bfloat16 autocast，64 张图像",
                 "AdamW 一步，含反缩放和裁剪，float32，64 × 1M 个参数",
                 "交叉熵及其梯度，bfloat16，8192 × 50257 个 logits",
                 "损失缩放，范数未超过上限，1000 个梯度，每个 64K 个元素",
