@@ -2,6 +2,7 @@
 // forward wrote.
 #pragma once
 
+#include "../math/cross_entropy_shards.h"
 #include "cross_entropy_positions.cuh"
 
 namespace ampfuse {
