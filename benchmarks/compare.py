@@ -4,8 +4,9 @@
     python benchmarks/compare.py this=build/kit/this base=build/kit/base --bench cross_entropy \\
         --runs 5 -- --device cuda --cases 'train/*/bfloat16'
 
-Each NAME=FOLDER is a build; its folder holds the package `ampfuse`. This checkout's benchmarks run
-with each build in turn, several times. The first build takes two turns per run, as itself and as
+Each NAME=FOLDER is a build; its folder holds the package `ampfuse`. NAME=FOLDER+VARIANT is the same
+build with the environment variable AMPFUSE_VARIANT. This checkout's benchmarks run with each build
+in turn, several times. The first build takes two turns per run, as itself and as
 "again", so that the difference between these two shows the noise. A case counts as faster or
 slower only if its ratio is further from 1 than the noise. What follows `--` is passed on to the
 benchmarks, by default --quick. An interrupt ends the runs; what was measured until then is
@@ -61,28 +62,44 @@ def times_in(path: Path, benchmark: str) -> Iterator[tuple[Key, float]]:
             yield (benchmark, row.operation, row.shape, row.dtype, row.provider), row.median_ms
 
 
-def run(benchmark: str, folder: Path, arguments: Sequence[str]) -> Iterator[tuple[Key, float]]:
-    """Run a benchmark with the build in `folder`, and yield its times."""
+@dataclass(frozen=True)
+class Build:
+    """A build of ampfuse, perhaps with a variant."""
+
+    folder: Path
+    variant: str = ""
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of a program that uses this build."""
+        paths = filter(None, [str(self.folder.resolve()), os.environ.get("PYTHONPATH")])
+        own = {"PYTHONPATH": os.pathsep.join(paths)}
+        if self.variant:
+            own["AMPFUSE_VARIANT"] = self.variant
+        return {**os.environ, **own}
+
+
+def run(benchmark: str, build: Build, arguments: Sequence[str]) -> Iterator[tuple[Key, float]]:
+    """Run a benchmark with a build, and yield its times."""
     script = HERE / f"bench_{benchmark}.py"
-    paths = filter(None, [str(folder.resolve()), os.environ.get("PYTHONPATH")])
     with tempfile.TemporaryDirectory() as out:
         log = Path(out) / "log"
         with log.open("w") as output:
             status = subprocess.run(
                 [sys.executable, script, "--out", out, *arguments],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env=build.environment(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 check=False,
             ).returncode
         if status != 0:
-            print(f"{script.name} with {folder} failed:", log.read_text()[-2000:], file=sys.stderr)
+            what = f"{script.name} with {build.folder} failed:"
+            print(what, log.read_text()[-2000:], file=sys.stderr)
         found = Path(out) / f"{benchmark}.csv"
         yield from times_in(found, benchmark) if found.exists() else ()
 
 
 def collect(
-    builds: Mapping[str, Path], benchmarks: Sequence[str], runs: int, arguments: Sequence[str]
+    builds: Mapping[str, Build], benchmarks: Sequence[str], runs: int, arguments: Sequence[str]
 ) -> Times:
     """Run all benchmarks with all builds in turn. Each run begins with the next build."""
     turns = [*builds.items(), (AGAIN, next(iter(builds.values())))]
@@ -91,8 +108,8 @@ def collect(
         for index in range(runs):
             for benchmark in benchmarks:
                 at = index % len(turns)
-                for name, folder in (*turns[at:], *turns[:at]):
-                    for key, milliseconds in run(benchmark, folder, arguments):
+                for name, build in (*turns[at:], *turns[:at]):
+                    for key, milliseconds in run(benchmark, build, arguments):
                         times[name].setdefault(key, []).append(milliseconds)
                     print(f"run {index + 1} of {runs}: {benchmark}, {name}", flush=True)
     except KeyboardInterrupt:
@@ -144,14 +161,15 @@ def report(cases: Iterable[Compared]) -> list[str]:
     return lines
 
 
-def build(text: str) -> tuple[str, Path]:
-    """Parse NAME=FOLDER."""
-    name, separator, folder = text.partition("=")
+def named_build(text: str) -> tuple[str, Build]:
+    """Parse NAME=FOLDER or NAME=FOLDER+VARIANT."""
+    name, separator, place = text.partition("=")
+    folder, _, variant = place.partition("+")
     if not separator or name in ("", AGAIN) or not (Path(folder) / "ampfuse").is_dir():
         raise argparse.ArgumentTypeError(
-            f"expected NAME=FOLDER with a folder that holds ampfuse, got {text!r}"
+            f"expected NAME=FOLDER[+VARIANT] with a folder that holds ampfuse, got {text!r}"
         )
-    return name, Path(folder)
+    return name, Build(Path(folder), variant)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -159,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     at = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(description="Time builds of ampfuse against each other.")
-    parser.add_argument("builds", nargs="+", type=build, metavar="NAME=FOLDER")
+    parser.add_argument("builds", nargs="+", type=named_build, metavar="NAME=FOLDER")
     parser.add_argument("--bench", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
     parser.add_argument("--runs", type=int, default=3)
     chosen = parser.parse_args(given[:at])

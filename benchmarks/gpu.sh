@@ -4,11 +4,20 @@
 #   benchmarks/gpu.sh                                  # into benchmarks/results/<gpu-name>
 #   OUT=/tmp/run STAGES="build bench" BENCH_FLAGS="" benchmarks/gpu.sh
 #
+# Two calls of six minutes, with a kit:
+#
+#   BUDGET=340 STAGES="first pytest ctest sanitize" benchmarks/gpu.sh
+#   BUDGET=340 STAGES="compare bench" VARIANTS=name benchmarks/gpu.sh
+#
 # OUT          where the results go
 # KIT          what benchmarks/gpu_kit.sh has built elsewhere; with it nothing is compiled here
-# STAGES       some of: build pytest ctest sanitize compare bench; a later run may reuse a build.
-#              compare times the builds of the kit against each other
-# PYTEST_FLAGS for the tests, for example -k "cuda or not cpu" if a CPU was tested elsewhere
+# STAGES       some of: build first pytest ctest sanitize compare bench; a later run may reuse a
+#              build. first runs the tests that failed last, sanitize runs beside the tests, and
+#              compare times the builds and variants of the kit against each other
+# FIRST        more functions of tests for the stage first, for example those that are new
+# VARIANTS     names for AMPFUSE_VARIANT, each compared with the build without it
+# BENCHES      benchmarks in their order; the default begins with whole training steps
+# PYTEST_FLAGS for the tests; the default runs those that need a GPU
 # BENCH_FLAGS  for every benchmark; the default is --quick, since all cases take longer than the rest
 # BUDGET       seconds for everything; a stage gets its limit or the time left, whichever is less
 # WHEELS       a folder of .whl files to use in addition to the installed packages
@@ -16,18 +25,21 @@
 #
 # Needs in python3 torch, pytest, hypothesis and expecttest, and without a kit nvcc, cmake, ninja,
 # Catch2 and pybind11; pytest-xdist helps. A failed stage does not stop the next one; the exit status
-# is 1 if any stage failed. After each stage OUT holds the results so far: summary.txt,
-# compared.txt, benchmarks.csv (every benchmark's rows), plots.tar.gz and logs.tar.gz.
+# is 1 if any stage failed. After each stage OUT holds the results so far: summary.txt, failed.txt
+# (functions of tests, for the next run's stage first), compared.txt, benchmarks.csv (every
+# benchmark's rows), plots.tar.gz and logs.tar.gz. It need not be a git checkout.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-stages=${STAGES:-build pytest ctest sanitize compare bench}
+stages=${STAGES:-build first pytest ctest sanitize compare bench}
 device=${DEVICE:-cuda}
 kit=${KIT:-build/kit}
 budget=${BUDGET:-570} # ten minutes, minus the time to pack the results
 wheels=${WHEELS:-wheels}
+read -ra variants <<<"${VARIANTS-}"
+read -ra benches <<<"${BENCHES-training linear_cross_entropy cross_entropy fused_adam multi_tensor grad_scaler patched_step busy_cores}"
 pytest_flags=()
-eval "pytest_flags=(${PYTEST_FLAGS-})"
+eval "pytest_flags=(${PYTEST_FLAGS--m needs_cuda})"
 read -ra bench_flags <<<"${BENCH_FLAGS---quick}"
 gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
 gpu_slug=$(tr '[:upper:]' '[:lower:]' <<<"${gpu:-no-gpu}" | tr -cs 'a-z0-9\n' '-')
@@ -85,21 +97,32 @@ stage() {
   pack
 }
 
-# Prints the name of each tool that found errors or took too long.
+# Prints the name of each tool that found errors or took too long. Each tool runs in two processes,
+# with every other file of the tests for sanitizers.
 sanitize() {
-  local tool
-  for tool in memcheck racecheck initcheck synccheck; do
-    # Without torch's caching allocator each tensor is an allocation with bounds of its own.
-    (PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout --signal=INT --kill-after=10 230 \
-      compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 1 \
-      python3 -m pytest tests/python -q -p no:cacheprovider -m sanitizer \
-      -k "cuda and not none and not sum" >"$logs/$tool.log" 2>&1 || echo "$tool") &
+  local tool half files index
+  mapfile -t files < <(grep -lr "mark.sanitizer" tests/python | sort)
+  for half in 0 1; do
+    local some=()
+    for index in "${!files[@]}"; do
+      ((index % 2 == half)) && some+=("${files[index]}")
+    done
+    for tool in memcheck racecheck initcheck synccheck; do
+      # Without torch's caching allocator each tensor is an allocation with bounds of its own.
+      (PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout --signal=INT --kill-after=10 "$(($(left) - 15))" \
+        compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 1 \
+        python3 -m pytest "${some[@]}" -q -p no:cacheprovider -m sanitizer \
+        -k "cuda and not none and not sum" >"$logs/$tool$half.log" 2>&1 || echo "$tool") &
+    done
   done
   wait
 }
-no_complaints() { [[ -z $(sanitize | tee /dev/stderr) ]]; }
-export -f sanitize no_complaints
-export logs
+
+# Writes the functions of the tests that failed so far.
+failed() {
+  cat "$logs"/{first,pytest}.log 2>/dev/null | sed -n 's/^FAILED .*::\(test_[a-z0-9_]*\).*/\1/p' |
+    sort -u
+}
 
 environment() {
   date --iso-8601=seconds
@@ -115,6 +138,7 @@ pack() {
   # All benchmarks write the same columns: keep the first file's heading only.
   [[ -f ${csv[0]} ]] && awk 'FNR > 1 || NR == 1' "${csv[@]}" >"$out/benchmarks.csv"
   [[ -f ${png[0]} ]] && tar -czf "$out/plots.tar.gz" -C "$scratch/bench" "${png[@]##*/}"
+  [[ -f $logs/pytest.log || -f $logs/first.log ]] && failed >"$out/failed.txt"
   [[ -f $logs/compare.log ]] && cp "$logs/compare.log" "$out/compared.txt"
   tar -czf "$out/logs.tar.gz" -C "$scratch" logs
   {
@@ -135,14 +159,23 @@ fi
 if wanted build; then
   stage build 270 python3 setup.py build_ext --inplace
 fi
+if wanted sanitize; then
+  (sanitize >"$scratch/complaints" 2>&1 && touch "$scratch/sanitized") &
+fi
+# The tests of installation need a package index, and those of the project a git checkout; neither
+# uses a GPU.
+tests=(python3 -m pytest tests/python -q --durations=20 -p no:cacheprovider
+  --ignore tests/python/install --ignore tests/python/project)
+# Most tests run kernels of microseconds between seconds of Python: run them in parallel.
+python3 -c 'import xdist' 2>/dev/null &&
+  tests+=(-n "$(($(nproc) * 3 / 4))" --dist worksteal)
+if wanted first; then
+  read -ra names <<<"$(cat benchmarks/results/*/failed.txt 2>/dev/null | tr '\n' ' ') ${FIRST-}"
+  stage first 100 env OMP_NUM_THREADS=2 "${tests[@]}" -m needs_cuda \
+    -k "$(printf '%s or ' "${names[@]}")test_cross_entropy_cuda"
+fi
 if wanted pytest; then
-  # Most tests run kernels of microseconds between seconds of Python: run them in parallel.
-  workers=()
-  python3 -c 'import xdist' 2>/dev/null && workers=(-n "$(($(nproc) * 3 / 4))" --dist worksteal)
-  # The tests of installation use no GPU, and need a package index.
-  stage pytest 400 env OMP_NUM_THREADS=2 python3 -m pytest tests/python -q --durations=20 \
-    "${workers[@]}" "${pytest_flags[@]}" \
-    --ignore tests/python/install
+  stage pytest 400 env OMP_NUM_THREADS=2 "${tests[@]}" "${pytest_flags[@]}"
 fi
 if wanted ctest; then
   if [[ -d $kit/this ]]; then
@@ -155,23 +188,28 @@ if wanted ctest; then
   fi
 fi
 if wanted sanitize; then
-  stage sanitize 240 bash -c no_complaints
+  # The names of the tools that complained make the stage fail.
+  # shellcheck disable=SC2016
+  stage sanitize "$budget" bash -c \
+    'until [[ -f $0/sanitized ]]; do sleep 1; done; ! grep . "$0/complaints"' "$scratch"
 fi
-if wanted compare && (($(find "$kit" -mindepth 2 -maxdepth 2 -name ampfuse 2>/dev/null | wc -l) > 1)); then
-  builds=("this=$kit/this")
-  for folder in "$kit"/*/ampfuse; do
-    name=$(basename "$(dirname "$folder")")
-    [[ $name != this ]] && builds+=("$name=$kit/$name")
-  done
+builds=("this=$kit/this")
+for name in "${variants[@]}"; do
+  builds+=("$name=$kit/this+$name")
+done
+for folder in "$kit"/*/ampfuse; do
+  name=$(basename "$(dirname "$folder")")
+  [[ $name != this && -d $folder ]] && builds+=("$name=$kit/$name")
+done
+if wanted compare && ((${#builds[@]} > 1)); then
   stage compare 200 python3 benchmarks/compare.py "${builds[@]}" --runs 3 \
     --bench cross_entropy fused_adam multi_tensor -- --device "$device" --quick
 fi
 if wanted bench; then
-  benches=(benchmarks/bench_*.py)
   for index in "${!benches[@]}"; do # the remaining benchmarks share the time left
-    name=$(basename "${benches[index]}" .py)
-    stage "$name" $(($(left) / (${#benches[@]} - index))) \
-      python3 "${benches[index]}" --device "$device" --out "$scratch/bench" "${bench_flags[@]}"
+    name=bench_${benches[index]}
+    stage "$name" $(($(left) / (${#benches[@]} - index))) python3 "benchmarks/$name.py" \
+      --device "$device" --out "$scratch/bench" "${bench_flags[@]}"
   done
 fi
 

@@ -50,7 +50,7 @@ make --no-print-directory "$(basename "$venv")/.ready" cpp-headers
 
 CMAKE_ARGS="-DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=OFF" package this "$PWD"
 mkdir -p "$kit/build/tests/cpp"
-cp "$objects"/this/tests/cpp/{test_cpp,ampfuse_cpp.*.so} "$kit/build/tests/cpp"
+cp "$objects"/this/tests/cpp/{test_cpp,ampfuse_cpp*.so} "$kit/build/tests/cpp"
 for named in "$@"; do
   sources=$objects/${named%%=*}-sources
   rm -rf "$sources"
@@ -60,7 +60,7 @@ for named in "$@"; do
 done
 rm -rf "$kit"/*/*.dist-info "$kit"/*/ampfuse/{include,share}
 
-git describe --always --dirty >"$kit/revision"
+git describe --always --dirty >"$kit/revision" || echo "a folder without git" >"$kit/revision"
 mib=$(du -sm "$kit" | cut -f1)
 echo "gpu_kit: $kit has $mib MiB"
 if ((mib > most_mib)); then

@@ -53,34 +53,40 @@ def test_a_case_that_one_build_does_not_have_is_left_out():
 @pytest.mark.parametrize("text", ["folder", "=folder", f"{AGAIN}={INSTALLED}", "new=/"])
 def test_a_build_is_a_name_and_a_folder_that_holds_the_package(text):
     with pytest.raises(argparse.ArgumentTypeError, match="expected NAME=FOLDER"):
-        compare.build(text)
+        compare.named_build(text)
 
 
 BENCHMARK = """
 import os, shutil, sys
 assert sys.argv[1] == "--out" and sys.argv[3:] == ["--rounds", "3"]
 build, *_ = os.environ["PYTHONPATH"].split(os.pathsep)
-shutil.copy(f"{build}/rows.csv", f"{sys.argv[2]}/fake.csv")
+rows = os.environ.get("AMPFUSE_VARIANT", "rows")
+shutil.copy(f"{build}/{rows}.csv", f"{sys.argv[2]}/fake.csv")
 """
 
 
-def test_benchmarks_run_with_each_build_in_turn(tmp_path, monkeypatch, capsys):
-    """Each build has the rows that the stand-in for a benchmark finds with it."""
+def test_benchmarks_run_with_each_build_and_variant_in_turn(tmp_path, monkeypatch, capsys):
+    """The stand-in for a benchmark finds rows beside each build, and others with a variant."""
     (tmp_path / "bench_fake.py").write_text(BENCHMARK)
     monkeypatch.setattr(compare, "HERE", tmp_path)
     monkeypatch.setattr(compare, "BENCHMARKS", ["fake"])
-    for name, milliseconds in (("one", 2.0), ("two", 1.0)):
-        (tmp_path / name / "ampfuse").mkdir(parents=True)
-        with csv_file(tmp_path / name / "rows.csv", MACHINE) as write:
+    for file, milliseconds in (("one/rows", 2.0), ("two/rows", 1.0), ("one/fast", 4.0)):
+        (tmp_path / file).with_name("ampfuse").mkdir(parents=True, exist_ok=True)
+        with csv_file(tmp_path / f"{file}.csv", MACHINE) as write:
             write([Row("norm", "1x1K", "float32", 1, OURS, "ok", median_ms=milliseconds)])
     builds = [f"{name}={tmp_path / name}" for name in ("one", "two")]
+    builds.append(f"three={tmp_path / 'one'}+fast")
     code = compare.main([*builds, "--bench", "fake", "--runs", "2", "--", "--rounds", "3"])
-    assert code == 0
+    assert code == 1
     assert capsys.readouterr().out.splitlines() == [
-        *(f"run 1 of 2: fake, {name}" for name in ("one", "two", AGAIN)),
-        *(f"run 2 of 2: fake, {name}" for name in ("two", AGAIN, "one")),
+        *(f"run 1 of 2: fake, {name}" for name in ("one", "two", "three", AGAIN)),
+        *(f"run 2 of 2: fake, {name}" for name in ("two", "three", AGAIN, "one")),
         "",
         "two / one:",
         "1 cases, median ratio 0.500, 1 beyond the noise",
         "   0.500 faster  2 -> 1 ms  fake norm 1x1K float32 ampfuse  (noise 1.000)",
+        "",
+        "three / one:",
+        "1 cases, median ratio 2.000, 1 beyond the noise",
+        "   2.000 slower  2 -> 4 ms  fake norm 1x1K float32 ampfuse  (noise 1.000)",
     ]
