@@ -9,7 +9,7 @@ from torch import Tensor
 from ampfuse import ops
 from ampfuse._devices import is_served
 from ampfuse._dtensors import Sharding, local, sharding_of
-from ampfuse._graphs import backward_pass, eager_only, is_in_backward
+from ampfuse._graphs import backward_pass, eager_only, is_capturing, is_in_backward
 from ampfuse.distributed._end_of_backward import at_the_end, keep_for_current_stream
 from ampfuse.optim._backward_norms import BackwardNorms
 
@@ -45,8 +45,8 @@ class Collector:
     def note(self, param: Tensor) -> None:
         """Take note of a gradient. This is a hook of the parameter."""
         grad = param.grad
-        if grad is None or not is_in_backward():
-            return
+        if grad is None or not is_in_backward() or is_capturing():
+            return  # a captured step computes its norms itself
         part = local(grad)
         # FSDP2's gradients on the CPU may still be on their way from a GPU.
         if part.is_sparse or not is_served(part.device) or part.is_pinned():

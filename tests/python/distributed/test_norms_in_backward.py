@@ -98,6 +98,12 @@ def test_groups_with_limits_of_their_own_are_read_once(model):
     assert reads == 1
 
 
+def test_backward_pass_that_is_captured_is_not_inspected(model, optimizer, monkeypatch):
+    monkeypatch.setattr(_collector, "is_capturing", lambda: True)
+    model(INPUTS).sum().backward()
+    assert stepped(optimizer, model) == 2
+
+
 def test_graph_of_a_backward_pass_is_freed(model, optimizer):
     inputs = torch.ones(1, 7)
     freed = weakref.ref(inputs)
