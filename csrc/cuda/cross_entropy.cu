@@ -105,18 +105,21 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
       reduction.limit = arguments.gradient_limit;
       reduction.baked_scale = outputs.baked_scale.mutable_data_ptr<float>();
       dispatch_gradient<scalar_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
+        auto* const loss = outputs.loss.mutable_data_ptr<acc_t>();
         const CrossEntropyResults<scalar_t, grad_t> results = {
-            is_per_row ? outputs.loss.mutable_data_ptr<acc_t>() : nullptr,
-            {is_per_row ? nullptr : outputs.loss.mutable_data_ptr<acc_t>(),
-             losses.mutable_data_ptr<double>(), workspace.finished()},
-            outputs.statistics.numel() == 0
-                ? nullptr
-                : static_cast<math::RowStatistics*>(outputs.statistics.mutable_data_ptr()),
-            with_grad ? grad.mutable_data_ptr<grad_t>() : nullptr,
-            with_grad ? rows_at(grad) : RowsAt{},
-            with_metrics ? outputs.lse.mutable_data_ptr<acc_t>() : nullptr,
-            with_metrics ? outputs.entropy.mutable_data_ptr<acc_t>() : nullptr,
-            with_metrics ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr};
+            .row_losses = is_per_row ? loss : nullptr,
+            .reduced = {.loss = is_per_row ? nullptr : loss,
+                        .of_blocks = losses.mutable_data_ptr<double>(),
+                        .finished = workspace.finished()},
+            .statistics =
+                outputs.statistics.numel() == 0
+                    ? nullptr
+                    : static_cast<math::RowStatistics*>(outputs.statistics.mutable_data_ptr()),
+            .grad = with_grad ? grad.mutable_data_ptr<grad_t>() : nullptr,
+            .grad_at = with_grad ? rows_at(grad) : RowsAt{},
+            .lse = with_metrics ? outputs.lse.mutable_data_ptr<acc_t>() : nullptr,
+            .entropy = with_metrics ? outputs.entropy.mutable_data_ptr<acc_t>() : nullptr,
+            .argmax = with_metrics ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr};
         stream.launch(cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>,
                       LaunchShape{blocks, Team::kBlock, shared}, table, reduction, results, kept);
       });

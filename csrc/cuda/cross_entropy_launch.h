@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "../ops/cross_entropy.h"
+#include "../tensors/variant.h"
 #include "cross_entropy_teams.cuh"
 #include "stream.h"
 
@@ -103,7 +104,8 @@ inline DeviceRoom device_room(const LaunchStream& stream) {
   return {.multiprocessors = stream.multiprocessors(),
           .shared = stream.attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
           .shared_per_block = stream.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          .l2 = stream.attribute(cudaDevAttrL2CacheSize)};
+          .l2 = stream.attribute(cudaDevAttrL2CacheSize),
+          .prefers_whole = has_variant("whole_rows")};
 }
 
 /// The functions `backward` and `rescale` of CrossEntropyKernels.

@@ -50,12 +50,13 @@ void join(const CrossEntropyArguments& arguments, const at::Tensor& partials,
   with_table(arguments, [&]<typename scalar_t>(const CrossEntropyTable<scalar_t>& table) {
     using acc_t = RowAcc<scalar_t>;
     const JoinedResults<acc_t> results = {
-        outputs.loss.mutable_data_ptr<double>(),
-        outputs.statistics.numel() == 0
-            ? nullptr
-            : static_cast<math::RowStatistics*>(outputs.statistics.mutable_data_ptr()),
-        data_or_null<acc_t>(outputs.lse), data_or_null<acc_t>(outputs.entropy),
-        data_or_null<int64_t>(outputs.argmax)};
+        .loss = outputs.loss.mutable_data_ptr<double>(),
+        .statistics = outputs.statistics.numel() == 0 ? nullptr
+                                                      : static_cast<math::RowStatistics*>(
+                                                            outputs.statistics.mutable_data_ptr()),
+        .lse = data_or_null<acc_t>(outputs.lse),
+        .entropy = data_or_null<acc_t>(outputs.entropy),
+        .argmax = data_or_null<int64_t>(outputs.argmax)};
     stream.launch(cross_entropy_shards_join_kernel<scalar_t>, (table.rows + kWarp - 1) / kWarp,
                   table, static_cast<const math::ShardPartial*>(partials.const_data_ptr()),
                   static_cast<int>(partials.size(0)), *arguments.all_classes, results);

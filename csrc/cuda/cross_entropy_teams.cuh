@@ -21,9 +21,10 @@ inline constexpr int kFewLanes = 8;
 /// The resources of a device.
 struct DeviceRoom {
   int64_t multiprocessors;
-  int64_t shared;            // bytes of shared memory per multiprocessor
-  int64_t shared_per_block;  // the most bytes of it that one block may have
-  int64_t l2;                // bytes
+  int64_t shared;              // bytes of shared memory per multiprocessor
+  int64_t shared_per_block;    // the most bytes of it that one block may have
+  int64_t l2;                  // bytes
+  bool prefers_whole = false;  // the variant whole_rows
 
   /// Returns the bytes of shared memory for each block if this many blocks share a multiprocessor.
   /// CUDA reserves 1 KiB of shared memory for each block.
@@ -127,7 +128,12 @@ void for_plain_rows(const DeviceRoom& room, int64_t classes, const Launch& launc
     }
   }
   if constexpr (!std::is_same_v<scalar_t, double>) {
-    return TeamRoom<scalar_t, Wide, kPlain>{room}.l2_holds_rest(row_bytes)
+    const TeamRoom<scalar_t, Wide, kPlain> wide{room};
+    // A block of 1024 threads keeps rows of up to 57,000 floats whole, but fills a multiprocessor,
+    // which then reads no row while it writes another.
+    const bool is_whole = room.prefers_whole && !wide.keeps(row_bytes) &&
+                          TeamRoom<scalar_t, Widest, kPlain>{room}.keeps(row_bytes);
+    return wide.l2_holds_rest(row_bytes) && !is_whole
                ? launch.template operator()<Wide, kPlain>()
                : launch.template operator()<Widest, kPlain>();
   }

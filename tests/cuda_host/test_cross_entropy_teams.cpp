@@ -82,6 +82,9 @@ TEST_CASE("longer rows have larger teams") {
          {128256, 1024}});
   check(0.0f, kH200, true, {{128, 8}, {2048, 32}, {2049, 256}, {50000, 512}, {64128, 1024}});
   check(0.0, kH200, true, {{256000, 256}});
+  DeviceRoom whole = kH200;
+  whole.prefers_whole = true;
+  check(0.0f, whole, true, {{28000, 512}, {29000, 1024}, {57000, 1024}, {58000, 512}});
 }
 
 TEST_CASE("a grid has no more blocks than a device holds at a time") {
