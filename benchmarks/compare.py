@@ -72,9 +72,7 @@ class Build:
     def environment(self) -> dict[str, str]:
         """Return the environment of a program that uses this build."""
         paths = filter(None, [str(self.folder.resolve()), os.environ.get("PYTHONPATH")])
-        own = {"PYTHONPATH": os.pathsep.join(paths)}
-        if self.variant:
-            own["AMPFUSE_VARIANT"] = self.variant
+        own = {"PYTHONPATH": os.pathsep.join(paths), "AMPFUSE_VARIANT": self.variant}
         return {**os.environ, **own}
 
 
@@ -164,7 +162,7 @@ def report(cases: Iterable[Compared]) -> list[str]:
 def named_build(text: str) -> tuple[str, Build]:
     """Parse NAME=FOLDER or NAME=FOLDER+VARIANT."""
     name, separator, place = text.partition("=")
-    folder, _, variant = place.partition("+")
+    folder, _, variant = (place, "", "") if Path(place).is_dir() else place.partition("+")
     if not separator or name in ("", AGAIN) or not (Path(folder) / "ampfuse").is_dir():
         raise argparse.ArgumentTypeError(
             f"expected NAME=FOLDER[+VARIANT] with a folder that holds ampfuse, got {text!r}"

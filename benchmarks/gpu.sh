@@ -7,7 +7,8 @@
 # Two calls of six minutes, with a kit:
 #
 #   BUDGET=340 STAGES="first pytest ctest sanitize" benchmarks/gpu.sh
-#   BUDGET=340 STAGES="compare bench" VARIANTS=name benchmarks/gpu.sh
+#   BUDGET=340 STAGES="compare bench" VARIANTS=whole_rows benchmarks/gpu.sh \
+#     COMPARE="--runs 3 --bench cross_entropy -- --cases train/*x50257/float32"
 #
 # OUT          where the results go
 # KIT          what benchmarks/gpu_kit.sh has built elsewhere; with it nothing is compiled here
@@ -16,7 +17,9 @@
 #              compare times the builds and variants of the kit against each other
 # FIRST        more functions of tests for the stage first, for example those that are new
 # VARIANTS     names for AMPFUSE_VARIANT, each compared with the build without it
-# BENCHES      benchmarks in their order; the default begins with whole training steps
+# COMPARE      arguments of benchmarks/compare.py; the default compares quick cases of all kernels
+# BENCHES      benchmarks in their order; the default begins with whole training steps, which may
+#              take half of the time left
 # PYTEST_FLAGS for the tests; the default runs those that need a GPU
 # BENCH_FLAGS  for every benchmark; the default is --quick, since all cases take longer than the rest
 # BUDGET       seconds for everything; a stage gets its limit or the time left, whichever is less
@@ -120,7 +123,7 @@ sanitize() {
 
 # Writes the functions of the tests that failed so far.
 failed() {
-  cat "$logs"/{first,pytest}.log 2>/dev/null | sed -n 's/^FAILED .*::\(test_[a-z0-9_]*\).*/\1/p' |
+  cat "$logs"/{first,pytest}.log 2>/dev/null | sed -n 's/^[FE][A-Z]* .*::\(test_[a-z0-9_]*\).*/\1/p' |
     sort -u
 }
 
@@ -138,7 +141,7 @@ pack() {
   # All benchmarks write the same columns: keep the first file's heading only.
   [[ -f ${csv[0]} ]] && awk 'FNR > 1 || NR == 1' "${csv[@]}" >"$out/benchmarks.csv"
   [[ -f ${png[0]} ]] && tar -czf "$out/plots.tar.gz" -C "$scratch/bench" "${png[@]##*/}"
-  [[ -f $logs/pytest.log || -f $logs/first.log ]] && failed >"$out/failed.txt"
+  [[ -f $logs/pytest.log ]] && failed >"$out/failed.txt"
   [[ -f $logs/compare.log ]] && cp "$logs/compare.log" "$out/compared.txt"
   tar -czf "$out/logs.tar.gz" -C "$scratch" logs
   {
@@ -160,22 +163,22 @@ if wanted build; then
   stage build 270 python3 setup.py build_ext --inplace
 fi
 if wanted sanitize; then
-  (sanitize >"$scratch/complaints" 2>&1 && touch "$scratch/sanitized") &
+  (sanitize >"$logs/complaints.log" 2>&1 && touch "$scratch/sanitized") &
 fi
-# The tests of installation need a package index, and those of the project a git checkout; neither
+# The tests of installation need a package index, and those of the layout a git checkout; neither
 # uses a GPU.
 tests=(python3 -m pytest tests/python -q --durations=20 -p no:cacheprovider
-  --ignore tests/python/install --ignore tests/python/project)
+  --ignore tests/python/install --ignore tests/python/project/test_layout.py)
 # Most tests run kernels of microseconds between seconds of Python: run them in parallel.
 python3 -c 'import xdist' 2>/dev/null &&
   tests+=(-n "$(($(nproc) * 3 / 4))" --dist worksteal)
 if wanted first; then
-  read -ra names <<<"$(cat benchmarks/results/*/failed.txt 2>/dev/null | tr '\n' ' ') ${FIRST-}"
+  read -ra names <<<"$(cat benchmarks/results/*/failed.txt | tr '\n' ' ') ${FIRST-}"
   stage first 100 env OMP_NUM_THREADS=2 "${tests[@]}" -m needs_cuda \
-    -k "$(printf '%s or ' "${names[@]}")test_cross_entropy_cuda"
+    -k "test_cross_entropy_cuda$(printf ' or %s' "${names[@]}")"
 fi
 if wanted pytest; then
-  stage pytest 400 env OMP_NUM_THREADS=2 "${tests[@]}" "${pytest_flags[@]}"
+  stage pytest "$(($(left) - 60))" env OMP_NUM_THREADS=2 "${tests[@]}" "${pytest_flags[@]}"
 fi
 if wanted ctest; then
   if [[ -d $kit/this ]]; then
@@ -191,7 +194,7 @@ if wanted sanitize; then
   # The names of the tools that complained make the stage fail.
   # shellcheck disable=SC2016
   stage sanitize "$budget" bash -c \
-    'until [[ -f $0/sanitized ]]; do sleep 1; done; ! grep . "$0/complaints"' "$scratch"
+    'until [[ -f $0/sanitized ]]; do sleep 1; done; ! grep . "$0/logs/complaints.log"' "$scratch"
 fi
 builds=("this=$kit/this")
 for name in "${variants[@]}"; do
@@ -202,13 +205,15 @@ for folder in "$kit"/*/ampfuse; do
   [[ $name != this && -d $folder ]] && builds+=("$name=$kit/$name")
 done
 if wanted compare && ((${#builds[@]} > 1)); then
-  stage compare 200 python3 benchmarks/compare.py "${builds[@]}" --runs 3 \
-    --bench cross_entropy fused_adam multi_tensor -- --device "$device" --quick
+  read -ra compared <<<"${COMPARE---runs 3 --bench cross_entropy fused_adam multi_tensor -- --quick}"
+  stage compare $(($(left) / 3)) python3 benchmarks/compare.py "${builds[@]}" "${compared[@]}" \
+    --device "$device"
 fi
 if wanted bench; then
-  for index in "${!benches[@]}"; do # the remaining benchmarks share the time left
+  for index in "${!benches[@]}"; do # the others share the time that the first one leaves
     name=bench_${benches[index]}
-    stage "$name" $(($(left) / (${#benches[@]} - index))) python3 "benchmarks/$name.py" \
+    share=$((index == 0 ? 2 : ${#benches[@]} - index))
+    stage "$name" $(($(left) / share)) python3 "benchmarks/$name.py" \
       --device "$device" --out "$scratch/bench" "${bench_flags[@]}"
   done
 fi

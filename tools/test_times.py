@@ -2,7 +2,7 @@
 
     python tools/test_times.py                # tables: time by kind and by file, cases by function
     python tools/test_times.py --budget       # one line: time and cases, beside the budget
-    python tools/test_times.py --check        # fails if a file takes longer than a minute or so
+    python tools/test_times.py --check        # fails if a file takes longer than a minute
 
 `make test` and `make test-frameworks` write the reports: build/reports/*.xml, in JUnit's format.
 Ninja writes how long it compiled each file: build/.ninja_log. Times are those of the tests and of

@@ -131,7 +131,7 @@ void for_plain_rows(const DeviceRoom& room, int64_t classes, const Launch& launc
     const TeamRoom<scalar_t, Wide, kPlain> wide{room};
     // A block of 1024 threads keeps rows of up to 57,000 floats whole, but fills a multiprocessor,
     // which then reads no row while it writes another.
-    const bool is_whole = room.prefers_whole && !wide.keeps(row_bytes) &&
+    const bool is_whole = room.prefers_whole && sizeof(scalar_t) == 4 && !wide.keeps(row_bytes) &&
                           TeamRoom<scalar_t, Widest, kPlain>{room}.keeps(row_bytes);
     return wide.l2_holds_rest(row_bytes) && !is_whole
                ? launch.template operator()<Wide, kPlain>()

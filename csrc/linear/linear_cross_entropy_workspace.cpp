@@ -46,7 +46,8 @@ int64_t linear_cross_entropy_workspace(const at::Tensor& hidden, const at::Tenso
   const int64_t all_rows = hidden.size(0);
   const int64_t all_classes = weight.size(0);
   const int64_t rows = chunk_classes ? all_rows : linear_chunk_rows(arguments, logit_bytes, on_gpu);
-  const int64_t classes = std::min(chunk_classes.value_or(all_classes), all_classes);
+  const int64_t tile = LinearLayer::padded_size(chunk_classes.value_or(all_classes), on_gpu);
+  const int64_t classes = std::min(tile, all_classes);
   const int64_t logits = rows * classes * (with_gradient ? logit_bytes : bytes_of(logits_dtype));
   // Several chunks sum the weight's gradient in float. The logits are freed before it is rounded.
   const int64_t sum = weight.numel() * bytes_of(sum_dtype);
@@ -67,7 +68,10 @@ int64_t linear_cross_entropy_workspace(const at::Tensor& hidden, const at::Tenso
   const int64_t of_tiles = tiles * rows * (math::kShardPartial + 1) * int64_t(sizeof(double));
   const int64_t padded_classes = LinearLayer::padded_size(all_classes, on_gpu);
   const int64_t padded_features = LinearLayer::padded_size(weight.size(1), on_gpu);
-  return most + wide + of_tiles + copy_bytes(hidden, rows, rows, padded_features, dtype) +
+  // Gradients that are padded to more features are copied to results without padding.
+  const bool has_copies = with_gradient && padded_features != weight.size(1);
+  const int64_t copies = has_copies ? rounded + rows * padded_features * bytes_of(dtype) : 0;
+  return copies + most + wide + of_tiles + copy_bytes(hidden, rows, rows, padded_features, dtype) +
          copy_bytes(weight, all_classes, padded_classes, padded_features, dtype);
 }
 

@@ -102,7 +102,7 @@ struct Statistics {
   V largest;
   V sum;     // Σ exp(z − reference) over all classes
   V others;  // the same sum without the target class
-  V masses;  // Σ B without the target class
+  V masses;  // Σ B without the target class, except in math::JoinedRow
 };
 using RowStatistics = Statistics<double>;
 inline constexpr int kRowStatistics = sizeof(RowStatistics) / sizeof(double);

@@ -50,7 +50,7 @@ struct ShardOutputs {
 };
 
 /// The results for all shards together. loss: [rows] double, 0 for ignored rows. The others are as
-/// in CrossEntropyOutputs, with the statistics that the gradient of this shard's logits needs.
+/// in CrossEntropyOutputs; the statistics are those of math::JoinedRow, the same for all shards.
 struct JoinedOutputs {
   at::Tensor loss;
   at::Tensor statistics;

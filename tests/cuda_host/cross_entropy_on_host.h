@@ -122,8 +122,6 @@ struct Batch {
     }
   }
 
-  // Returns the number of blocks of the forward kernel.
-
   // Returns the index of a class of a row in memory: `row_stride` is the distance between rows, if
   // options.positions is not set.
   int64_t index(int64_t row, int c, int64_t row_stride) const {

@@ -115,7 +115,7 @@ def linear_cross_entropy(
             the number of threads must be the same, too, because some matrix products depend on it
             (for example those of bfloat16 without AVX512-BF16).
         chunk_classes: Take all rows, and this number of classes at a time, instead of chunks of
-            rows. Memory is then needed for the logits of these classes, 88 bytes per row and tile
+            rows. Memory is then needed for the logits of these classes, 96 bytes per row and tile
             of classes, and a float32 sum of the hidden states' gradient. If the weight's gradient
             is bfloat16, this is the least, since no float32 sum of it is kept. Logits are computed
             twice: four products instead of three. Allowed with reductions mean and sum, without

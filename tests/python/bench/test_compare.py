@@ -60,7 +60,7 @@ BENCHMARK = """
 import os, shutil, sys
 assert sys.argv[1] == "--out" and sys.argv[3:] == ["--rounds", "3"]
 build, *_ = os.environ["PYTHONPATH"].split(os.pathsep)
-rows = os.environ.get("AMPFUSE_VARIANT", "rows")
+rows = os.environ["AMPFUSE_VARIANT"] or "rows"
 shutil.copy(f"{build}/{rows}.csv", f"{sys.argv[2]}/fake.csv")
 """
 
