@@ -7,8 +7,8 @@
 # Two calls of six minutes, with a kit:
 #
 #   BUDGET=340 STAGES="first pytest ctest sanitize" benchmarks/gpu.sh
-#   BUDGET=340 STAGES="compare bench" VARIANTS=whole_rows benchmarks/gpu.sh \
-#     COMPARE="--runs 3 --bench cross_entropy -- --cases train/*x50257/float32"
+#   BUDGET=340 STAGES="compare bench" VARIANTS=whole_rows \
+#     COMPARE="--runs 3 --bench cross_entropy -- --cases train/*x50257/float32" benchmarks/gpu.sh
 #
 # OUT          where the results go
 # KIT          what benchmarks/gpu_kit.sh has built elsewhere; with it nothing is compiled here
@@ -28,13 +28,21 @@
 #
 # Needs in python3 torch, pytest, hypothesis and expecttest, and without a kit nvcc, cmake, ninja,
 # Catch2 and pybind11; pytest-xdist helps. A failed stage does not stop the next one; the exit status
-# is 1 if any stage failed. After each stage OUT holds the results so far: summary.txt, failed.txt
-# (functions of tests, for the next run's stage first), compared.txt, benchmarks.csv (every
-# benchmark's rows), plots.tar.gz and logs.tar.gz. It need not be a git checkout.
+# is 1 if any stage failed. After each stage OUT holds the results so far: summary-HHMM.txt and
+# logs-HHMM.tar.gz of the call that began then, compared.txt, benchmarks.csv (every benchmark's
+# rows), plots.tar.gz, and after the stage pytest failed.txt: functions of tests, with which the
+# stage first begins if the file is in benchmarks/results/*. It need not be a git checkout.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-stages=${STAGES:-build first pytest ctest sanitize compare bench}
+known="build first pytest ctest sanitize compare bench"
+stages=${STAGES:-$known}
+for name in $stages "$@"; do
+  [[ " $known " == *" $name "* && $# == 0 ]] && continue
+  echo "gpu.sh: expected STAGES of $known and no arguments, got $stages $*" >&2
+  exit 1
+done
+began=$(date +%H%M)
 device=${DEVICE:-cuda}
 kit=${KIT:-build/kit}
 budget=${BUDGET:-570} # ten minutes, minus the time to pack the results
@@ -44,7 +52,7 @@ read -ra benches <<<"${BENCHES-training linear_cross_entropy cross_entropy fused
 pytest_flags=()
 eval "pytest_flags=(${PYTEST_FLAGS--m needs_cuda})"
 read -ra bench_flags <<<"${BENCH_FLAGS---quick}"
-gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
 gpu_slug=$(tr '[:upper:]' '[:lower:]' <<<"${gpu:-no-gpu}" | tr -cs 'a-z0-9\n' '-')
 out=${OUT:-benchmarks/results/$gpu_slug}
 scratch=$(mktemp -d)
@@ -65,7 +73,7 @@ export PYTHONPATH=$library:$scratch/site${PYTHONPATH:+:$PYTHONPATH}
 export AMPFUSE_WITH_CUDA=ON CMAKE_ARGS="-DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=OFF"
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
 export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$(python3 -c \
-  'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))' || echo 9.0)}
+  'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))' 2>/dev/null || echo 9.0)}
 
 failures=0
 summary=()
@@ -143,13 +151,13 @@ pack() {
   [[ -f ${png[0]} ]] && tar -czf "$out/plots.tar.gz" -C "$scratch/bench" "${png[@]##*/}"
   [[ -f $logs/pytest.log ]] && failed >"$out/failed.txt"
   [[ -f $logs/compare.log ]] && cp "$logs/compare.log" "$out/compared.txt"
-  tar -czf "$out/logs.tar.gz" -C "$scratch" logs
+  tar -czf "$out/logs-$began.tar.gz" -C "$scratch" logs
   {
     echo "${gpu:-no GPU}, $(date --iso-8601=minutes), ${SECONDS} s in all"
     [[ -f $kit/revision ]] && echo "built elsewhere, from $(<"$kit/revision")"
     printf '%s\n' "${summary[@]}"
     echo "$failures failed"
-  } >"$out/summary.txt"
+  } >"$out/summary-$began.txt"
 }
 
 environment >"$logs/environment.log" 2>&1
@@ -196,6 +204,9 @@ if wanted sanitize; then
   stage sanitize "$budget" bash -c \
     'until [[ -f $0/sanitized ]]; do sleep 1; done; ! grep . "$0/logs/complaints.log"' "$scratch"
 fi
+if wanted compare && [[ ! -d $kit/this ]]; then
+  summary+=("compare: left out, since there is no kit")
+fi
 builds=("this=$kit/this")
 for name in "${variants[@]}"; do
   builds+=("$name=$kit/this+$name")
@@ -204,7 +215,7 @@ for folder in "$kit"/*/ampfuse; do
   name=$(basename "$(dirname "$folder")")
   [[ $name != this && -d $folder ]] && builds+=("$name=$kit/$name")
 done
-if wanted compare && ((${#builds[@]} > 1)); then
+if wanted compare && [[ -d $kit/this ]] && ((${#builds[@]} > 1)); then
   read -ra compared <<<"${COMPARE---runs 3 --bench cross_entropy fused_adam multi_tensor -- --quick}"
   stage compare $(($(left) / 3)) python3 benchmarks/compare.py "${builds[@]}" "${compared[@]}" \
     --device "$device"
@@ -219,5 +230,5 @@ if wanted bench; then
 fi
 
 pack
-cat "$out/summary.txt"
+cat "$out/summary-$began.txt"
 ((failures == 0))

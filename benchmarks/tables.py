@@ -23,6 +23,7 @@ PAGES: dict[str, Mapping[str, str]] = {
 }
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = [str(path.relative_to(RESULTS)) for path in sorted(RESULTS.glob("*/*.csv"))]
+FILES = [file for file in FILES if Path(file).name != "benchmarks.csv"]  # what gpu.sh leaves
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 OWN = ("ampfuse", "ampfuse, torch.compile")
 Key = tuple[str, str, str, str]

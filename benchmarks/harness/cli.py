@@ -22,7 +22,7 @@ from harness.measure import first_line, measure
 from harness.plot import plot
 from harness.report import EVERY_PROVIDER, Row, csv_file, rows_of, unmeasured
 
-RESULTS = Path(__file__).parents[1] / "results"
+OUT = Path(__file__).parents[2] / "build" / "bench"
 ROUNDS = {"cpu": 21, "cuda": 81}  # a round on a GPU takes only milliseconds
 INTERRUPTED = "skipped: interrupted"
 GIB = 2**30
@@ -32,7 +32,7 @@ def parse(name: str, arguments: Sequence[str] | None) -> Settings:
     parser = argparse.ArgumentParser(prog=f"bench_{name}.py")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU when there is one")
     parser.add_argument("--quick", action="store_true", help="fewer cases and fewer rounds")
-    parser.add_argument("--out", type=Path, help="folder for CSV and PNG")
+    parser.add_argument("--out", type=Path, help="folder for CSV and PNG; default: build/bench")
     parser.add_argument("--threads", type=int, help="CPU threads; torch's choice when left out")
     parser.add_argument("--rounds", type=int, help="timed runs of each provider")
     parser.add_argument("--cases", default="*", help="glob over operation/shape/dtype")
@@ -47,7 +47,7 @@ def parse(name: str, arguments: Sequence[str] | None) -> Settings:
     if rounds < 3:
         parser.error(f"--rounds: at least 3 for quartiles, got {rounds}")
     threads = given.threads or torch.get_num_threads()
-    out = given.out or RESULTS / slug(device_name(device))
+    out = given.out or OUT / slug(device_name(device))
     return Settings(device, given.quick, rounds, threads, out, given.cases)
 
 

@@ -1,14 +1,13 @@
 """Plants known faults in a copy of the sources, one at a time, and reports which tests notice each.
 
-    python tests/faults/plant.py                        # all faults, in this checkout
-    python tests/faults/plant.py --only csrc/math mean  # those with a word in sentence or file
-    python tests/faults/plant.py --revision main~5      # in the sources and tests of a revision
+    .venv/bin/python tests/faults/plant.py                        # all faults, in this checkout
+    .venv/bin/python tests/faults/plant.py --only csrc/math mean  # with a word in sentence or file
+    .venv/bin/python tests/faults/plant.py --revision main~5      # in those of a revision
 
 The copy and its build are in build/faults and stay there, so that only what a fault changes is
-compiled. It has no CUDA kernels: tests/cuda_host compiles these for the CPU. First all tests that
-any fault names run without a fault; what fails then is not counted. Run it with the interpreter of
-.venv, which has pytest, CMake and Ninja, after `make test test-frameworks`, which fetch what the
-tests need.
+compiled. The first build takes ten minutes on 2 cores, and half a gigabyte. It has no CUDA kernels:
+tests/cuda_host compiles these for the CPU. First all tests that any fault names run without a
+fault; what fails then is not counted. `make test test-frameworks` fetch what the tests need.
 """
 
 import argparse
@@ -189,8 +188,11 @@ def main() -> None:
         for fault in FAULTS
         if any(word in f"{fault.breaks} {fault.file}" for word in arguments.only)
     ]
+    if not faults:
+        sys.exit(f"no fault has one of these words in its sentence or file: {arguments.only}")
     faults.sort(key=is_compiled)  # a library keeps its fault until the next build
     copy_sources(arguments.revision)
+    print("building a copy, and running the tests without a fault", flush=True)
     configure()
     wanted = " ".join(sorted({word for fault in faults for word in fault.tests.split()}))
     if error := build(wanted):

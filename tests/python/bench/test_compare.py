@@ -74,8 +74,7 @@ def test_benchmarks_run_with_each_build_and_variant_in_turn(tmp_path, monkeypatc
         (tmp_path / file).with_name("ampfuse").mkdir(parents=True, exist_ok=True)
         with csv_file(tmp_path / f"{file}.csv", MACHINE) as write:
             write([Row("norm", "1x1K", "float32", 1, OURS, "ok", median_ms=milliseconds)])
-    builds = [f"{name}={tmp_path / name}" for name in ("one", "two")]
-    builds.append(f"three={tmp_path / 'one'}+fast")
+    builds = [f"one={tmp_path}/one", f"two={tmp_path}/two", f"three={tmp_path}/one+fast"]
     code = compare.main([*builds, "--bench", "fake", "--runs", "2", "--", "--rounds", "3"])
     assert code == 1
     assert capsys.readouterr().out.splitlines() == [

@@ -197,8 +197,7 @@ for options in ({{}}, {{"label_smoothing": 0.125}}):  # kernels of their own
     ours, = torch.autograd.grad(loss, logits)
     torchs, = torch.autograd.grad(expected, wide)
     torch.testing.assert_close(ours.double(), torchs, rtol=1e-2, atol=1e-6)
-# torch aborts if autograd's thread of the GPU asks for Python's lock while Python ends
-# (pytorch#38228).
+# Without this, torch may abort when its thread asks for Python's lock (pytorch#38228).
 os._exit(0)
 """
 

@@ -5,14 +5,7 @@ import math
 import ampfuse
 import pytest
 import torch
-from cross_entropy_reference import (
-    allowed_ulps,
-    assert_exact,
-    exact,
-    relatively_off,
-    results,
-    ulp,
-)
+from cross_entropy_reference import allowed_ulps, assert_exact, exact, relatively_off, results, ulp
 from cross_entropy_samples import batch
 from reference import free_gib
 
