@@ -54,7 +54,6 @@ def test_memory_is_drawn_beside_the_times_if_it_was_measured(tmp_path, peak_mib)
     assert (width > 1000) == (peak_mib is not None)
 
 
-# Only some whole training steps were measured.
 DRAWN = [name for name in PICTURES if name != "training" and [*RESULTS.glob(f"*/{name}.csv")]]
 
 

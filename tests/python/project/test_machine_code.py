@@ -18,6 +18,7 @@ LIBRARY = Path(ampfuse.__file__).parent / "lib" / "libampfuse.so"
 CUOBJDUMP = find_tool("cuobjdump")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not ampfuse.has_cuda(), reason="this build has no CUDA kernels"),
     pytest.mark.skipif(CUOBJDUMP is None, reason="there is no cuobjdump"),
 ]
