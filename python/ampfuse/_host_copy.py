@@ -1,6 +1,7 @@
 """Copies tensors from a device to the host, without making the host wait."""
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ class HostCopy:
             return None
         kind = ctypes.c_double if copy.dtype == torch.float64 else ctypes.c_float
         return kind.from_address(copy.data_ptr()).value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Wait for what was sent last, and return it as the state for pickle and deepcopy."""
+        return {"_copy": self.wait(), "_arrived": None}
 
     def is_unsent(self) -> bool:
         """Return True if nothing was sent yet."""

@@ -69,18 +69,12 @@ class Gate:
         return getattr(self.scheduler, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle and deepcopy. The host waits for the answers so far.
+        """Return the state for pickle and deepcopy, with the answers that are not followed yet.
 
-        The scheduler follows them later, as the copy will: the optimizer, whose learning rates it
-        sets, may have been copied already.
+        The scheduler does not follow them now: the optimizer, whose learning rates it sets, may
+        have been copied already.
         """
-        answers: deque[HostCopy] = deque()
-        for copy in self._unknown:
-            skipped = copy.wait()
-            assert skipped is not None
-            answers.append(HostCopy())
-            answers[-1].send(skipped)
-        return vars(self) | {"_unknown": answers, "_spare": []}
+        return vars(self) | {"_spare": []}
 
     def _follow(self) -> None:
         copy = self._unknown.popleft()

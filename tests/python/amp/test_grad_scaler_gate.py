@@ -147,6 +147,15 @@ def test_scheduler_may_step_before_the_first_step_of_the_optimizer(device):
     assert training.rate() == 0.25
 
 
+def test_copy_to_the_host_is_pickled_after_it_has_arrived():
+    """An event of CUDA, like the lambda here, cannot be pickled."""
+    sent, waits = HostCopy(), []
+    sent.send(torch.tensor(True))
+    sent._arrived = types.SimpleNamespace(synchronize=lambda: waits.append(1))
+    assert pickle.loads(pickle.dumps(sent)).wait().item() is True
+    assert waits == [1]
+
+
 def test_copy_of_a_tensor_on_the_cpu_is_not_used_for_a_gpu(monkeypatch):
     """Without a GPU the copy fails later, where it makes an event."""
     copy_to_host = HostCopy()

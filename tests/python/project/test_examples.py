@@ -48,12 +48,12 @@ def compared(program, folder, flags):
 
 @pytest.mark.slow
 def test_demo_prints_a_table_of_four_runs_and_plots_them(tmp_path):
-    cells, text = table_of("demo.py", tmp_path, "--steps 10 --sequences 1")
+    cells, text = table_of("demo.py", tmp_path, "--steps 20 --sequences 1")
 
     assert list(cells) == RUNS
     losses = [float(row[-1].split("→")[1]) for row in cells.values()]
     assert max(losses) - min(losses) < 0.1
-    assert max(losses) < 9.6  # a new model has 11.5, and 9.10 was measured
+    assert max(losses) < 8  # a new model has 11.5, and 7.40 was measured
     peaks = {name: float(row[2]) for name, row in cells.items()}
     assert peaks["ampfuse"] < peaks["torch.amp"]
     assert "ampfuse trains" in text

@@ -12,6 +12,7 @@ from processes import Scenarios
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
@@ -92,6 +93,41 @@ def fsdp_with_float16_parameters(fused):
     return train(model, optimizer, steps=30)
 
 
+class Stage(nn.Linear):
+    """A linear layer with float32 parameters that computes in float16, and sends float16."""
+
+    def forward(self, inputs):
+        with torch.autocast("cpu", torch.float16):
+            return super().forward(inputs)
+
+
+@scenario("scale not created", "scale created")
+def pipeline(case):
+    rank, is_last = dist.get_rank(), dist.get_rank() == 3
+    stage = Stage(4, 4)
+    optimizer = torch.optim.AdamW(stage.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    if case == "scale created":
+        scaler.scale(torch.zeros(()))
+
+    def scaled_loss(outputs, target):
+        return scaler.scale((outputs.float() - target).square().mean())
+
+    schedule = Schedule1F1B(PipelineStage(stage, rank, 4, torch.device("cpu")), 4, scaled_loss)
+    inputs, target = torch.ones(8, 4, dtype=torch.float16), torch.zeros(8, 4)
+    schedule.step(*([inputs] if rank == 0 else []), target=target if is_last else None)
+    if rank == 0:
+        stage.weight.grad[0, 0] = float("inf")
+    before = stage.weight.detach().clone()
+    try:
+        scaler.step(optimizer)
+    except AssertionError as error:
+        return {"error": str(error)}
+    scaler.update()
+    moved = not torch.equal(before, stage.weight.detach())
+    return {"error": "", "scale": scaler.get_scale(), "moved": moved}
+
+
 def test_torch_cannot_clip_parameters_of_two_meshes():
     for result in scenario.results("fsdp_clipped", None):
         assert "must have the same mesh" in result["error"]
@@ -110,3 +146,13 @@ def test_torch_does_not_train_float16_parameters():
     # become 0 in float16, so that weights make steps of hundreds.
     for result in scenario.results("fsdp_with_float16_parameters", True):
         assert not all(loss < 8 for loss in result["losses"])
+
+
+def test_scaler_of_torch_acts_for_its_own_stage_of_a_pipeline():
+    *others, last = scenario.results("pipeline", "scale not created")
+    assert all("Attempted step but _scale is None" in result["error"] for result in others)
+    assert last["error"] == ""
+
+    results = scenario.results("pipeline", "scale created")  # and the first stage overflows
+    assert [result["moved"] for result in results] == [False, True, True, True]
+    assert [result["scale"] for result in results] == [2.0**15] + [2.0**16] * 3
