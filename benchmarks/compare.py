@@ -72,8 +72,8 @@ class Build:
     def environment(self) -> dict[str, str]:
         """Return the environment of a program that uses this build."""
         paths = filter(None, [str(self.folder.resolve()), os.environ.get("PYTHONPATH")])
-        own = {"PYTHONPATH": os.pathsep.join(paths), "AMPFUSE_VARIANT": self.variant}
-        return {**os.environ, **own}
+        path = os.pathsep.join(paths)
+        return {**os.environ, "PYTHONPATH": path, "AMPFUSE_VARIANT": self.variant}
 
 
 def run(benchmark: str, build: Build, arguments: Sequence[str]) -> Iterator[tuple[Key, float]]:

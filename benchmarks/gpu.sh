@@ -204,21 +204,20 @@ if wanted sanitize; then
   stage sanitize "$budget" bash -c \
     'until [[ -f $0/sanitized ]]; do sleep 1; done; ! grep . "$0/logs/complaints.log"' "$scratch"
 fi
-if wanted compare && [[ ! -d $kit/this ]]; then
-  summary+=("compare: left out, since there is no kit")
-fi
-builds=("this=$kit/this")
-for name in "${variants[@]}"; do
-  builds+=("$name=$kit/this+$name")
-done
-for folder in "$kit"/*/ampfuse; do
-  name=$(basename "$(dirname "$folder")")
-  [[ $name != this && -d $folder ]] && builds+=("$name=$kit/$name")
-done
-if wanted compare && [[ -d $kit/this ]] && ((${#builds[@]} > 1)); then
+if wanted compare && [[ -d $kit/this ]]; then
+  builds=("this=$kit/this")
+  for name in "${variants[@]}"; do
+    builds+=("$name=$kit/this+$name")
+  done
+  for folder in "$kit"/*/ampfuse; do
+    name=$(basename "$(dirname "$folder")")
+    [[ $name != this ]] && builds+=("$name=$kit/$name")
+  done
   read -ra compared <<<"${COMPARE---runs 3 --bench cross_entropy fused_adam multi_tensor -- --quick}"
-  stage compare $(($(left) / 3)) python3 benchmarks/compare.py "${builds[@]}" "${compared[@]}" \
-    --device "$device"
+  ((${#builds[@]} > 1)) && stage compare $(($(left) / 3)) \
+    python3 benchmarks/compare.py "${builds[@]}" "${compared[@]}" --device "$device"
+elif wanted compare; then
+  summary+=("compare: left out, since there is no kit")
 fi
 if wanted bench; then
   for index in "${!benches[@]}"; do # the others share the time that the first one leaves

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from harness.published import IN_CHINESE, TABLES, Column, Line, Table
+from harness.published import BOTH, IN_CHINESE, OURS, TABLES, Column, Line, Table
 from harness.report import lines_of
 
 ROOT = Path(__file__).parents[1]
@@ -22,10 +22,13 @@ PAGES: dict[str, Mapping[str, str]] = {
     "docs/benchmarks.md": {},
 }
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = [str(path.relative_to(RESULTS)) for path in sorted(RESULTS.glob("*/*.csv"))]
-FILES = [file for file in FILES if Path(file).name != "benchmarks.csv"]  # what gpu.sh leaves
+FILES = [
+    str(path.relative_to(RESULTS))
+    for path in sorted(RESULTS.glob("*/*.csv"))
+    if path.name != "benchmarks.csv"  # what gpu.sh leaves
+]
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OWN = ("ampfuse", "ampfuse, torch.compile")
+OWN = (*OURS.providers, *BOTH.providers)
 Key = tuple[str, str, str, str]
 
 

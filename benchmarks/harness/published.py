@@ -48,9 +48,13 @@ BOTH = Column("ampfuse, torch.compile", ("ampfuse, torch.compile",))
 RATE = Column("of the memory's rate", ("ampfuse",), "of_ceiling")
 
 
-def memory(column: Column) -> Column:
-    """Return the same provider's column of memory, in MiB."""
-    return Column(f"{column.head}, MiB", column.providers, "peak_mib")
+def with_memory(columns: Sequence[Column]) -> list[Column]:
+    """Return each column of times and, after it, the same provider's memory in MiB."""
+    return [
+        each
+        for time in columns
+        for each in (time, Column(f"{time.head}, MiB", time.providers, "peak_mib"))
+    ]
 
 
 MULTI_TENSOR = {
@@ -120,16 +124,14 @@ def linear(machine: str, shapes: Sequence[str], columns: Sequence[Column]) -> Ta
     lines = [
         Line([shape.replace("x", " × ")], file, "train", shape, "bfloat16") for shape in shapes
     ]
-    pairs = [each for column in columns for each in (column, memory(column))]
-    return Table(["rows × features × classes"], pairs, lines)
+    return Table(["rows × features × classes"], with_memory(columns), lines)
 
 
 def training(lines: Mapping[str, str]) -> Table:
     """Return the table of whole training steps of models, by label: time and memory."""
     file = f"{H200}/training.csv"
-    pairs = [each for column in (FUSED, COMPILED, OURS, BOTH) for each in (column, memory(column))]
     rows = [Line([label], file, "step", shape, "bfloat16") for label, shape in lines.items()]
-    return Table(["milliseconds"], pairs, rows)
+    return Table(["milliseconds"], with_memory([FUSED, COMPILED, OURS, BOTH]), rows)
 
 
 BEST_OF_TORCH = Column("torch", ("torch fused=True", "torch fused", "torch", "torch foreach"))
