@@ -3,8 +3,8 @@
 #
 #   TORCH=2.15.0                another torch, in .venv-2.15.0, with a build in build-2.15.0
 #   AMPFUSE_WITH_CUDA=OFF       no CUDA kernels; by default they are built for this machine's GPU
-#   TORCH_CUDA_ARCH_LIST="8.6"  kernels for these GPUs; by default make test compiles for 8.0, 9.0
-#                               and this machine's GPU, make wheel for all GPUs that torch supports
+#   TORCH_CUDA_ARCH_LIST="8.6"  kernels for these GPUs; by default make test compiles for 9.0 and
+#                               this machine's GPU, make wheel for all GPUs that torch supports
 #   PYTHON=python3.12           the interpreter from which a new .venv is created
 
 .DEFAULT_GOAL := help
@@ -63,7 +63,7 @@ help:  ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # The tests read the kernels' machine code, and run the kernels on the CPU, even without a GPU.
-test test-frameworks: export TORCH_CUDA_ARCH_LIST ?= $(sort 8.0 9.0 $(GPUS))
+test test-frameworks: export TORCH_CUDA_ARCH_LIST ?= $(sort 9.0 $(GPUS))
 # A wheel has CUDA kernels by default, since it is for other machines.
 wheel: export AMPFUSE_WITH_CUDA ?= ON
 demo bench wheel: override CMAKE_ARGS += -DAMPFUSE_BUILD_TESTS=OFF

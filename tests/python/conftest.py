@@ -14,17 +14,12 @@ import ampfuse
 import pytest
 import torch
 from programs import Programs
-from torch._inductor.cpu_vec_isa import VecISA
 
 pytest_plugins = ("costs",)
 
 # The build folder. Its tests/cpp has the module ampfuse_cpp, made from tests/cpp/python_classes.
 BUILD = Path(__file__).parents[2] / os.environ.get("AMPFUSE_BUILD", "build")
 sys.path.append(str(BUILD / "tests" / "cpp"))
-
-# torch's compiler tries each instruction set with a program that imports torch, in 15 seconds. The
-# environment variable TORCHINDUCTOR_VEC_ISA_OK prevents only some of these trials.
-VecISA.check_build = lambda *_: True  # type: ignore[method-assign]
 
 
 def _why_no_cuda() -> str | None:

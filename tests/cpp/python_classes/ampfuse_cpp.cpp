@@ -9,7 +9,7 @@
 #include <torch/serialize.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-namespace py = pybind11;
+#include "python_classes.h"
 
 namespace {
 
@@ -220,4 +220,5 @@ PYBIND11_MODULE(ampfuse_cpp, m) {
   bind_optimizers(m);
   bind_grad_scaler(m);
   bind_autocast_guard(m);
+  bind_optim_exchange(m);
 }

@@ -1,11 +1,9 @@
 """A model with losses of ampfuse, exported, compiled ahead of time, and run without Python."""
 
-import os
-
 import ampfuse
 import pytest
 import torch
-from packaging_tools import ROOT, build_program, environment, run
+from packaging_tools import PROGRAMS, ROOT, build_program, environment, run
 from torch import nn
 from torch.testing import assert_close
 
@@ -75,7 +73,7 @@ def test_package_runs_in_python_and_in_a_cpp_program(exported, tmp_path):
             assert_close(loss, right, rtol=rtol, atol=0)
 
     # The program stays in the build folder between runs, so only the first run compiles it.
-    build = ROOT / os.environ.get("AMPFUSE_BUILD", "build") / "programs" / "exported_model"
+    build = PROGRAMS / "exported_model"
     build_program(ROOT / "tests" / "cpp" / "exported_model", build)
     printed = run(build / "exported_model", package, env=environment())
     losses = [line.split() for line in printed.splitlines()[1:]]

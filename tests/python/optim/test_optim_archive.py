@@ -1,6 +1,7 @@
 """Optimizer files shared with C++ programs: training continues in the other language."""
 
 import ampfuse
+import ampfuse_cpp
 import pytest
 import torch
 from ampfuse import load_cpp_optimizer_state, save_cpp_optimizer_state
@@ -14,7 +15,6 @@ from optim_models import (
     train,
     trained,
 )
-from packaging_tools import PROGRAMS, ROOT, build_program, environment, run
 from torch.nn import Parameter
 
 
@@ -75,28 +75,16 @@ def test_parameters_never_stepped_have_no_state_in_a_cpp_file(tmp_path):
     assert round_trip(optimizer.state_dict(), tmp_path)["state"].keys() == {1}
 
 
-# --- with a C++ program -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def cpp_program():
-    """Build optim_exchange, which takes steps first … last, from and to files in a folder.
-
-    It stays in the build folder between runs, so only the first run compiles.
-    """
-    build = PROGRAMS / "optim_exchange"
-    build_program(ROOT / "tests" / "cpp" / "optim_exchange", build)
-    program = build / "optim_exchange"
-    return lambda folder, *steps: run(program, folder, *map(str, steps), env=environment())
+# --- with training in C++ -------------------------------------------------------------------------
 
 
 def numbers(size, step):
-    """Return the same numbers as `numbers` in the C++ program."""
+    """Return the same numbers as `numbers` in C++."""
     return ((torch.arange(size) * 37 + step * 11) % 101 - 50).double() / 64
 
 
-def python_program(folder, first, last):
-    """Take steps first … last as the C++ program does, from and to files in the folder."""
+def take_steps(folder, first, last):
+    """Take steps first … last as ampfuse_cpp.take_steps does, from and to files in the folder."""
     if first == 1:
         dtypes = (torch.float32, torch.float16, torch.bfloat16)
         params = [Parameter(numbers(1000, 0).to(dtype)) for dtype in dtypes]
@@ -128,11 +116,14 @@ def results(folder):
     return [*torch.load(folder / "params.pt"), *state]
 
 
-@pytest.mark.slow
+def take_steps_in_cpp(folder, first, last):
+    ampfuse_cpp.take_steps(str(folder), first, last)
+
+
 @pytest.mark.parametrize("changes", ["C++ to Python", "Python to C++"])
-def test_training_continues_in_the_other_language_bit_by_bit(cpp_program, changes, tmp_path):
-    programs = [cpp_program, python_program]
-    begin, go_on = programs if changes == "C++ to Python" else programs[::-1]
+def test_training_continues_in_the_other_language_bit_by_bit(changes, tmp_path):
+    languages = [take_steps_in_cpp, take_steps]
+    begin, go_on = languages if changes == "C++ to Python" else languages[::-1]
     stayed, changed = tmp_path / "stayed", tmp_path / "changed"
     for folder, second in ((stayed, begin), (changed, go_on)):
         folder.mkdir()
@@ -147,9 +138,8 @@ def test_training_continues_in_the_other_language_bit_by_bit(cpp_program, change
     assert [state["step"].item() for state in saved[1]["state"].values()] == [10, 10, 10]
 
 
-@pytest.mark.slow
-def test_state_saved_by_torchs_cpp_optimizer_is_read(cpp_program, tmp_path):
-    cpp_program(tmp_path, 1, 1)
+def test_state_saved_by_torchs_cpp_optimizer_is_read(tmp_path):
+    take_steps_in_cpp(tmp_path, 1, 1)
     params = [Parameter(param.detach()) for param in torch.load(tmp_path / "params.pt")]
     for param in params:
         param.grad = numbers(param.numel(), 1).to(param.dtype)

@@ -3,7 +3,6 @@
 The second checkout stays in the build folder between runs, so only the first run compiles.
 """
 
-import fcntl
 import os
 import shlex
 import shutil
@@ -22,7 +21,8 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 ROOT = Path(__file__).parents[3]
 SITE = Path(torch.__file__).parents[1]
 PACKAGE = Path(ampfuse.__file__).parent
-PROGRAMS = ROOT / os.environ.get("AMPFUSE_BUILD", "build") / "programs"
+BUILD = ROOT / os.environ.get("AMPFUSE_BUILD", "build")
+PROGRAMS = BUILD / "programs"
 CPP_HEADERS = ROOT / ".venv" / "cpp-headers" / "usr"  # those of xxhash and nlohmann-json
 # The end of a program with ranks. Threads of gloo take Python's lock to release the tensors of the
 # last collectives. If Python is ending by then, they abort the process, although all is done.
@@ -57,10 +57,11 @@ def run_python(*arguments: str | Path, cwd: Path, **variables: str) -> str:
 def build_program(source: Path, build: Path, prefix_path: str | Path = PACKAGE) -> None:
     """Configure and build a C++ program that finds ampfuse in `prefix_path`.
 
-    It is not optimised, which takes half of the compile time; the library does its arithmetic.
+    It has the options of the tests in tests/cpp, and uses the headers that they have precompiled.
     """
     prefixes = f"-DCMAKE_PREFIX_PATH={prefix_path};{CPP_HEADERS}"
-    options = ("-DCMAKE_BUILD_TYPE=", f"-DCMAKE_PROJECT_INCLUDE={include_precompiled_torch()}")
+    included = f"-DCMAKE_PROJECT_INCLUDE={BUILD / 'tests' / 'cpp' / 'precompiled_torch.cmake'}"
+    options = ("-DCMAKE_BUILD_TYPE=", included)
     run("cmake", "-S", source, "-B", build, "-G", "Ninja", prefixes, *options)
     run("cmake", "--build", build)
 
@@ -77,30 +78,6 @@ def built_program(name: str, files: dict[str, str]) -> Path:
             (folder / file).write_text(text)
     build_program(folder, folder / "build")
     return folder / "build"
-
-
-def include_precompiled_torch() -> Path:
-    """Return a file for CMake that makes a project's sources begin with torch's headers.
-
-    They take most of a program's compile time, and are precompiled once for each build folder. The
-    compiler ignores what is precompiled with other options than those of `build_program`.
-    """
-    folder = PROGRAMS
-    folder.mkdir(parents=True, exist_ok=True)
-    header, compiled = folder / "torch.h", folder / "torch.h.gch"
-    commands = folder / "include.cmake"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes run tests
-        if not compiled.exists():
-            header.write_text("#include <torch/torch.h>\n")
-            commands.write_text(f"add_compile_options(-include {header})\n")
-            torch_headers = SITE / "torch" / "include"
-            folders = (torch_headers, torch_headers / "torch" / "csrc" / "api" / "include")
-            flags = [flag for folder in folders for flag in ("-isystem", folder)]
-            unfinished = folder / "unfinished.gch"
-            run("c++", "-std=gnu++20", *flags, "-x", "c++-header", header, "-o", unfinished)
-            unfinished.rename(compiled)
-    return commands
 
 
 def second_checkout() -> Path:

@@ -1,12 +1,15 @@
-// optim_exchange FOLDER FIRST LAST takes the steps numbered FIRST … LAST. It loads parameters and
-// optimizer from files in FOLDER, unless FIRST is 1, and saves them there. test_optim_archive.py
-// does the same in Python. A new optimizer of torch then takes one step with the last gradients and
-// is saved too.
-#include <ampfuse/ampfuse.h>
-#include <torch/torch.h>
+// A training run in C++ that continues one in Python, or the reverse, through files.
+#include <ampfuse/optim.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/optim/adamw.h>
+#include <torch/serialize.h>
 
 #include <fstream>
 #include <iterator>
+
+#include "python_classes.h"
+
+namespace {
 
 using Tensors = std::vector<torch::Tensor>;
 
@@ -42,10 +45,10 @@ Tensors first_params() {
   return params;
 }
 
-int main(int, char** argv) {
-  const std::string folder = argv[1];
-  const int first = std::stoi(argv[2]);
-  const int last = std::stoi(argv[3]);
+// Takes the steps numbered first … last. It loads parameters and optimizer from files in `folder`,
+// unless `first` is 1, and saves them there. test_optim_archive.py does the same in Python. A new
+// optimizer of torch then takes one step with the last gradients and is saved too.
+void take_steps(const std::string& folder, int first, int last) {
   const Tensors params = first == 1 ? first_params() : load_params(folder + "/params.pt");
   for (const auto& param : params) param.requires_grad_();
 
@@ -71,4 +74,10 @@ int main(int, char** argv) {
   torch::optim::AdamW theirs(params, torch::optim::AdamWOptions(0.25).amsgrad(true));
   theirs.step();
   torch::save(theirs, folder + "/torch_optimizer.pt");
+}
+
+}  // namespace
+
+void bind_optim_exchange(py::module_& m) {
+  m.def("take_steps", &take_steps);
 }

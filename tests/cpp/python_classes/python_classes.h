@@ -1,0 +1,8 @@
+// The parts of the Python module ampfuse_cpp.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+void bind_optim_exchange(py::module_& m);
