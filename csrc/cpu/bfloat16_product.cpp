@@ -36,7 +36,7 @@ constexpr int64_t kRows = 8;              // rows in a panel of a
 constexpr int64_t kColumns = 3 * kLanes;  // columns in a panel of b: 24 registers hold the sums
 constexpr int64_t kBlock = 512;           // pairs: 16 KiB of a panel of a, 96 KiB of a panel of b
 constexpr int64_t kKeptPairs = 4096;      // pairs of the smaller operand that are packed at a time
-constexpr int64_t kGroup = 48;            // rows or columns that a thread takes at a time
+constexpr int64_t kGroup = 96;            // rows or columns that a thread takes at a time
 static_assert(kGroup % kRows == 0 && kGroup % kColumns == 0);
 
 // An operand as lines along k, the dimension that is summed: rows of a, or columns of b.
@@ -48,6 +48,66 @@ struct Lines {
   int64_t k;
 };
 
+// Transposes 16 lines of 16 pairs each.
+AMPFUSE_BF16_INSTRUCTIONS void transpose(__m512i (&x)[kLanes]) {
+  // gcc 12 warns that the functions without a mask read numbers that are not initialised.
+  constexpr __mmask16 kAll = 0xffff;
+  __m512i y[kLanes];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_maskz_unpacklo_epi32(kAll, x[i], x[i + 1]);
+    y[i + 1] = _mm512_maskz_unpackhi_epi32(kAll, x[i], x[i + 1]);
+  }
+  // x[i + j] then has columns j, j + 4, j + 8 and j + 12 of lines i to i + 3, in 128 bits each.
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    x[i] = _mm512_maskz_unpacklo_epi64(0xff, y[i], y[i + 2]);
+    x[i + 1] = _mm512_maskz_unpackhi_epi64(0xff, y[i], y[i + 2]);
+    x[i + 2] = _mm512_maskz_unpacklo_epi64(0xff, y[i + 1], y[i + 3]);
+    x[i + 3] = _mm512_maskz_unpackhi_epi64(0xff, y[i + 1], y[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    y[j] = _mm512_maskz_shuffle_i32x4(kAll, x[j], x[j + 4], 0x88);
+    y[j + 4] = _mm512_maskz_shuffle_i32x4(kAll, x[j], x[j + 4], 0xdd);
+    y[j + 8] = _mm512_maskz_shuffle_i32x4(kAll, x[j + 8], x[j + 12], 0x88);
+    y[j + 12] = _mm512_maskz_shuffle_i32x4(kAll, x[j + 8], x[j + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    x[j] = _mm512_maskz_shuffle_i32x4(kAll, y[j], y[j + 8], 0x88);
+    x[j + 4] = _mm512_maskz_shuffle_i32x4(kAll, y[j + 4], y[j + 12], 0x88);
+    x[j + 8] = _mm512_maskz_shuffle_i32x4(kAll, y[j], y[j + 8], 0xdd);
+    x[j + 12] = _mm512_maskz_shuffle_i32x4(kAll, y[j + 4], y[j + 12], 0xdd);
+  }
+}
+
+// Packs `pairs` whole pairs of `count` lines that are contiguous along k, from `from` on.
+AMPFUSE_BF16_INSTRUCTIONS void pack_contiguous(const uint16_t* from, int64_t line_stride,
+                                               int64_t count, int64_t width, int64_t pairs,
+                                               Pair* panel) {
+  for (int64_t line = 0; line < count; line += kLanes) {
+    const int64_t lines = std::min(kLanes, count - line);
+    const auto some_lines = static_cast<__mmask16>((1u << lines) - 1);
+    for (int64_t p = 0; p < pairs; p += kLanes) {
+      const int64_t here = std::min(kLanes, pairs - p);
+      const auto some_pairs = static_cast<__mmask16>((1u << here) - 1);
+      __m512i x[kLanes];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const __mmask16 mask = i < lines ? some_pairs : __mmask16{0};
+        x[i] = _mm512_maskz_loadu_epi32(mask, from + (line + i) * line_stride + 2 * p);
+      }
+      transpose(x);
+      Pair* const to = panel + p * width + line;
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        if (i < here) _mm512_mask_storeu_epi32(to + i * width, some_lines, x[i]);
+      }
+    }
+  }
+}
+
 // Packs `pairs` pairs from `first_k` on, of `width` lines from `first` on. Elements after the end
 // are zeros.
 AMPFUSE_BF16_INSTRUCTIONS void pack_panel(const Lines& lines, int64_t first, int64_t width,
@@ -56,12 +116,8 @@ AMPFUSE_BF16_INSTRUCTIONS void pack_panel(const Lines& lines, int64_t first, int
   const int64_t whole = std::min(pairs, (lines.k - first_k) / 2);
   if (here < width || whole < pairs) std::memset(panel, 0, width * pairs * sizeof(Pair));
   if (lines.k_stride == 1) {
-    for (int64_t line = 0; line < here; ++line) {
-      const uint16_t* const from = lines.data + (first + line) * lines.line_stride + first_k;
-      for (int64_t p = 0; p < whole; ++p) {
-        std::memcpy(panel + p * width + line, from + 2 * p, sizeof(Pair));
-      }
-    }
+    pack_contiguous(lines.data + first * lines.line_stride + first_k, lines.line_stride, here,
+                    width, whole, panel);
   } else {
     for (int64_t p = 0; p < whole; ++p) {
       const uint16_t* const low = lines.data + (first_k + 2 * p) * lines.k_stride + first;
@@ -119,6 +175,20 @@ int64_t panels_of(int64_t count, int64_t width) {
   return (count + width - 1) / width;
 }
 
+// Returns the number of parts of the smaller operand that are multiplied by each group of lines of
+// the other one, so that threads have about the same work. Each part packs the group again.
+int64_t parts_of(int64_t kept_panels, int64_t groups) {
+  const int64_t threads = at::get_num_threads();
+  const int64_t most = std::min<int64_t>(kept_panels, (4 * threads + groups - 1) / groups);
+  const auto idle = [&](int64_t parts) {  // the share of the threads' time that is lost
+    const int64_t rounds = panels_of(groups * parts, threads);
+    return 1 - static_cast<double>(groups * parts) / static_cast<double>(rounds * threads);
+  };
+  int64_t parts = 1;
+  while (parts < most && idle(parts) > 0.05) ++parts;
+  return parts;
+}
+
 struct Memory {
   explicit Memory(int64_t pairs) : data(c10::GetCPUAllocator()->allocate(pairs * sizeof(Pair))) {}
   Pair* get() const { return static_cast<Pair*>(data.get()); }
@@ -152,10 +222,14 @@ void bfloat16_product(const BFloat16Matrix& a, const BFloat16Matrix& b, int64_t 
         pack_panel(kept, panel * kept_width, kept_width, first_k, pairs, kept_panel(panel));
       }
     });
-    at::parallel_for(0, panels_of(passing.count, kGroup), 1, [&](int64_t begin, int64_t end) {
+    const int64_t groups = panels_of(passing.count, kGroup);
+    const int64_t parts = parts_of(kept_panels, groups);
+    at::parallel_for(0, groups * parts, 1, [&](int64_t begin, int64_t end) {
       const Memory memory(kGroup * kBlock);
-      for (int64_t group = begin; group < end; ++group) {
-        const int64_t first = group * kGroup;
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t first = task / parts * kGroup;
+        const int64_t first_kept = task % parts * kept_panels / parts;
+        const int64_t end_kept = (task % parts + 1) * kept_panels / parts;
         const int64_t panels = panels_of(std::min(kGroup, passing.count - first), passing_width);
         for (int64_t done = 0; done < pairs; done += kBlock) {
           const int64_t some = std::min(kBlock, pairs - done);
@@ -166,7 +240,7 @@ void bfloat16_product(const BFloat16Matrix& a, const BFloat16Matrix& b, int64_t 
             pack_panel(passing, first + p * passing_width, passing_width, first_k + 2 * done, some,
                        passing_panel(p));
           }
-          for (int64_t q = 0; q < kept_panels; ++q) {
+          for (int64_t q = first_kept; q < end_kept; ++q) {
             const Pair* const here = kept_panel(q) + done * kept_width;
             for (int64_t p = 0; p < panels; ++p) {
               const int64_t row = a_is_kept ? q * kRows : first + p * kRows;

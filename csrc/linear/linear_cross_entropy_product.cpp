@@ -8,6 +8,7 @@
 
 #include "../cpu/bfloat16_product.h"
 #include "../tensors/float_dtypes.h"
+#include "../tensors/variant.h"
 
 // MKL's product. torch's CPU library contains it on x86, but has no operator for it. On Intel
 // processors with bfloat16 instructions it is many times as fast as a product that widens the
@@ -51,7 +52,7 @@ bool has_mkl() {
 // MKL uses bfloat16 instructions only on Intel processors.
 bool prefers_mkl() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_is("intel")) return has_mkl();
+  if (__builtin_cpu_is("intel") && !has_variant("own_product")) return has_mkl();
 #endif
   return !has_bfloat16_product();
 }
