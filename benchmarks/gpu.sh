@@ -7,7 +7,7 @@
 # Two calls of six minutes, with a kit:
 #
 #   BUDGET=340 STAGES="first pytest ctest sanitize" benchmarks/gpu.sh
-#   BUDGET=340 STAGES="compare bench" VARIANTS=whole_rows \
+#   BUDGET=340 STAGES="compare bench" VARIANTS="whole_rows held_twice" \
 #     COMPARE="--runs 3 --bench cross_entropy -- --cases train/*x50257/float32" benchmarks/gpu.sh
 #
 # OUT          where the results go

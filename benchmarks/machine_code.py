@@ -63,20 +63,20 @@ def shortest_turns(code: str, counted: str) -> list[Turn]:
     return turns
 
 
-def held_row(code: str) -> list[str]:
+def held_row(code: str, packs: int = 4) -> list[str]:
     """Return the instructions for one whole row of a kernel that holds rows in registers.
 
-    The row is aligned and fills its team: four loads of 16 bytes follow each other, and at the end
-    four such stores. Each thread has 32 logits, with two exponentials for each. Rare branches, for
-    example the one for the target class, are not on this way.
+    The row is aligned and fills its team: one load of 16 bytes per pack follows the other, and so
+    do the stores at the end. Each logit has two exponentials, one for the sum and one for the
+    gradient. Rare branches, for example the one for the target class, are not on this way.
     """
     texts, jumps = _instructions(code)
-    last = _fours(texts, r"\bSTG\.E\.128")[0][-1]
+    last = _groups(texts, r"\bSTG\.E\.128", packs)[0][-1]
     exponential = re.compile(r"\bMUFU\.EX2")
     ways = [
-        by_number[64]
-        for loads in _fours(texts, r"\bLDG\.E\.128")
-        if 64 in (by_number := _ways(texts, jumps, loads[0], last, exponential))
+        by_number[16 * packs]
+        for loads in _groups(texts, r"\bLDG\.E\.128", packs)
+        if 16 * packs in (by_number := _ways(texts, jumps, loads[0], last, exponential))
     ]
     # Unaligned rows need more instructions, between their loads and the first exponential.
     return [texts[index] for index in min(ways, key=len)]
@@ -94,11 +94,11 @@ def loads_in_flight(code: str) -> list[int]:
     return runs
 
 
-def _fours(texts: list[str], pattern: str) -> list[list[int]]:
-    # Returns four indices each of instructions that are close together, the closest ones first.
+def _groups(texts: list[str], pattern: str, size: int) -> list[list[int]]:
+    # Returns indices of `size` instructions that are close together, the closest ones first.
     found = [index for index, text in enumerate(texts) if re.search(pattern, text)]
-    groups = [found[i : i + 4] for i in range(len(found) - 3)]
-    close = [group for group in groups if group[-1] - group[0] < 24]
+    groups = [found[i : i + size] for i in range(len(found) - size + 1)]
+    close = [group for group in groups if group[-1] - group[0] < 6 * size]
     return sorted(close, key=lambda group: group[-1] - group[0])
 
 

@@ -120,7 +120,7 @@ __device__ __forceinline__ void reduce_losses(const Block& block, double losses,
 }
 
 // `kept_count`: number of packs of each row that fit in shared memory, a multiple of the team size.
-// 0 if no gradient is wanted; otherwise, with kHeld, all fit.
+// 0 if no gradient is wanted; otherwise, if the row is held, all fit.
 template <typename scalar_t, typename Team, RowWork kWork, typename grad_t>
 __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team>)
     cross_entropy_forward_kernel(
@@ -185,13 +185,13 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     // The gradient may overwrite the logits, so wait until all threads have read the target's logit
     // and kept their packs. Threads of a block that holds its row have waited for each other
     // already, for the row's sum.
-    if constexpr (kWork != RowWork::kHeld || Team::kSize <= kWarp) team.sync();
+    if constexpr (!is_held(kWork) || Team::kSize <= kWarp) team.sync();
     grad_t* const grad = results.template grad_of<Team>(row);
     if (is_ignored) {
       write_zeros(team, grad, results.grad_at, table.classes);
     } else {
       // A held row is kept in registers, but its arithmetic is that of kPlain.
-      constexpr RowWork kArithmetic = kWork == RowWork::kHeld ? RowWork::kPlain : kWork;
+      constexpr RowWork kArithmetic = is_held(kWork) ? RowWork::kPlain : kWork;
       const PackGradient<kArithmetic, scalar_t> gradient(
           table, table.template probabilities_of<Team>(row), target_class,
           math::row_gradient(loss.statistics, sums.partial.reference, target.mass, table.terms,

@@ -7,14 +7,14 @@
 
 namespace ampfuse {
 
-template <typename scalar_t, typename Team>
+template <RowWork kWork, typename scalar_t, typename Team>
 class HeldRow {
  public:
   using P = Pack<scalar_t>;
 
-  // A thread requests all of its packs, 64 bytes, before it uses the first. Twice as many would
-  // need more registers than 1024 threads of a multiprocessor have.
-  static constexpr int kPacks = 4;
+  // A thread requests all of its packs, 64 or 128 bytes, before it uses the first. The registers of
+  // a multiprocessor serve 1024 threads with 4 packs each, or 512 threads with 8.
+  static constexpr int kPacks = kWork == RowWork::kHeldTwice ? 8 : 4;
   static constexpr int64_t kMostClasses = int64_t(kPacks) * P::kSize * Team::kSize;
 
   // Shared memory has room for `count` packs of each team's row: all of them, or 0 if no gradient
@@ -166,7 +166,7 @@ template <RowWork kWork, typename scalar_t, typename Team>
 __device__ __forceinline__ RowSums<scalar_t> read_row(const Team& team,
                                                       const CrossEntropyTable<scalar_t>& table,
                                                       int64_t row, int target, scalar_t, bool,
-                                                      HeldRow<scalar_t, Team>& held) {
+                                                      HeldRow<kWork, scalar_t, Team>& held) {
   held.load(team, table.template logits_of<Team>(row), table.classes);
   PackMaximum<scalar_t> largest_of_thread;
   held.each_pack(team, table.classes,
@@ -188,11 +188,11 @@ __device__ __forceinline__ RowSums<scalar_t> read_row(const Team& team,
 }
 
 // The gradient may overwrite the logits.
-template <RowWork kWork, typename scalar_t, typename Team>
+template <RowWork kArithmetic, RowWork kWork, typename scalar_t, typename Team>
 __device__ __forceinline__ void write_gradient(const Team& team,
-                                               const PackGradient<kWork, scalar_t>& gradient,
+                                               const PackGradient<kArithmetic, scalar_t>& gradient,
                                                const scalar_t*, const RowsAt&, int classes,
-                                               HeldRow<scalar_t, Team>& held, scalar_t* out,
+                                               HeldRow<kWork, scalar_t, Team>& held, scalar_t* out,
                                                const RowsAt&) {
   held.replace(team, classes, [&](int first, const Pack<scalar_t>& pack) {
     return gradient.template of<scalar_t>(first, pack);
@@ -203,8 +203,8 @@ __device__ __forceinline__ void write_gradient(const Team& team,
 // Returns the object that keeps a row between the two passes; `count` packs fit in shared memory.
 template <RowWork kWork, typename scalar_t, typename Team>
 __device__ __forceinline__ auto kept_row(const Team& team, int count) {
-  if constexpr (kWork == RowWork::kHeld) {
-    return HeldRow<scalar_t, Team>(count);
+  if constexpr (is_held(kWork)) {
+    return HeldRow<kWork, scalar_t, Team>(count);
   } else {
     return kept_packs<scalar_t>(team, count);
   }

@@ -105,7 +105,8 @@ inline DeviceRoom device_room(const LaunchStream& stream) {
           .shared = stream.attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
           .shared_per_block = stream.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
           .l2 = stream.attribute(cudaDevAttrL2CacheSize),
-          .prefers_whole = has_variant("whole_rows")};
+          .prefers_whole = has_variant("whole_rows"),
+          .holds_twice = has_variant("held_twice")};
 }
 
 /// The functions `backward` and `rescale` of CrossEntropyKernels.

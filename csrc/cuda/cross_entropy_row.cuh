@@ -8,8 +8,12 @@ namespace ampfuse {
 // The work of a pass. kPlain is for losses in which only the target class has a mass B
 // (math/cross_entropy.h), without softcap and metrics: it needs exponentials only. kGeneral does
 // everything, and needs more registers. kHeld is kPlain for rows that fit in the registers of a
-// team (cross_entropy_held.cuh).
-enum class RowWork { kPlain, kGeneral, kHeld };
+// team (cross_entropy_held.cuh). With kHeldTwice, half as many threads hold twice as much each.
+enum class RowWork { kPlain, kGeneral, kHeld, kHeldTwice };
+
+inline constexpr bool is_held(RowWork work) {
+  return work == RowWork::kHeld || work == RowWork::kHeldTwice;
+}
 
 // Threads that a multiprocessor has registers for; kGeneral and double need more registers per
 // thread.
@@ -17,6 +21,7 @@ template <RowWork kWork, typename scalar_t>
 inline constexpr int kRowThreads =
     std::is_same_v<scalar_t, double> ? 512
     : kWork == RowWork::kGeneral     ? 768
+    : kWork == RowWork::kHeldTwice   ? 512
                                      : kThreads * kBlocksPerMultiprocessor;
 template <RowWork kWork, typename scalar_t, typename Team>
 inline constexpr int kRowBlocks = kRowThreads<kWork, scalar_t> / Team::kBlock;

@@ -13,8 +13,9 @@ using c10::Half;
 namespace {
 
 using ampfuse::BlockTeam;
+using ampfuse::LaneTeam;
 using ampfuse::PositionTeam;
-using Few = ampfuse::LaneTeam<8>;
+using Few = LaneTeam<8>;
 using Warp = ampfuse::WarpTeam;
 using Block = BlockTeam<256>;
 using Wide = BlockTeam<512>;
@@ -38,9 +39,8 @@ void launch(Batch& batch) {
       if_metrics(batch.entropy.at<acc_t>()),
       if_metrics(batch.argmax.data())};
   int pieces = 1;
-  if constexpr (kWork == RowWork::kHeld) {
-    using Row = ampfuse::HeldRow<scalar_t, RowTeam>;
-    static_assert(Row::kMostClasses == 32 * RowTeam::kSize);
+  if constexpr (is_held(kWork)) {
+    using Row = ampfuse::HeldRow<kWork, scalar_t, RowTeam>;
     pieces = Row::kPacks;
   }
   const int kept = options.kept_pieces.value_or(pieces) * RowTeam::kSize;
@@ -82,6 +82,7 @@ void forward(Batch& batch, Team team) {
       is_launched<Half, Half, kGeneral, Warp>(it, run) ||
       is_launched<BFloat16, BFloat16, kHeld, Few, Warp, BlockTeam<64>, BlockTeam<128>, Block, Wide>(
           it, run) ||
+      is_launched<BFloat16, BFloat16, RowWork::kHeldTwice, LaneTeam<16>, BlockTeam<64>>(it, run) ||
       is_launched<BFloat16, BFloat16, kPlain, PositionTeam, Wide, Widest>(it, run) ||
       is_launched<BFloat16, BFloat16, kGeneral, PositionTeam, Warp, Block, Wide>(it, run) ||
       is_launched<float, float, kPlain, PositionTeam, Few, Warp, Block, Wide, Widest>(it, run) ||

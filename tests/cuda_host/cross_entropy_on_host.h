@@ -22,6 +22,7 @@ inline constexpr int kGrid = 2;  // blocks
 enum class Team {
   kPosition = 1,
   kFewLanes = 8,
+  kHalfWarp = 16,
   kWarp = 32,
   kBlock64 = 64,
   kBlock128 = 128,
@@ -31,8 +32,8 @@ enum class Team {
 };
 
 // Returns the most 16-bit logits that the threads of a team hold.
-inline int most_held(Team team) {
-  return 32 * static_cast<int>(team);
+inline int most_held(Team team, ampfuse::RowWork work = ampfuse::RowWork::kHeld) {
+  return (work == ampfuse::RowWork::kHeldTwice ? 64 : 32) * static_cast<int>(team);
 }
 
 enum class Result { kGrad, kStatistics, kRowLosses, kLoss };

@@ -115,19 +115,23 @@ TEST_CASE("loss and gradient are right however many packs of a row are kept", "[
 }
 
 TEST_CASE("held rows of every size have the exact loss and gradient, rounded", "[asan]") {
-  const std::tuple<Type, Team, int64_t> all[] = {{kBFloat16, Team::kFewLanes, 9},
-                                                 {kHalf, Team::kWarp, 5},
-                                                 {kBFloat16, Team::kWarp, 5},
-                                                 {kBFloat16, Team::kBlock64, 3},
-                                                 {kBFloat16, Team::kBlock, 3}};
-  for (const auto& [type, team, rows] : all) {
-    const int most = most_held(team);
+  constexpr auto kHeld = RowWork::kHeld;
+  constexpr auto kHeldTwice = RowWork::kHeldTwice;
+  const std::tuple<Type, Team, RowWork, int64_t> all[] = {
+      {kBFloat16, Team::kFewLanes, kHeld, 9},    {kHalf, Team::kWarp, kHeld, 5},
+      {kBFloat16, Team::kWarp, kHeld, 5},        {kBFloat16, Team::kBlock64, kHeld, 3},
+      {kBFloat16, Team::kBlock, kHeld, 3},       {kBFloat16, Team::kHalfWarp, kHeldTwice, 5},
+      {kBFloat16, Team::kBlock64, kHeldTwice, 3}};
+  for (const auto& [type, team, work, rows] : all) {
+    const int most = most_held(team, work);
     // Around these numbers, a thread gets another pack, or a team is full.
     for (const int classes : {1, 7, 8, 9, 15, 17, 24, 25, most / 4 - 1, most / 4, most / 4 + 9,
                               most / 2 + 1, most - 7, most}) {
-      run_and_check(type, team, rows, classes, 0, {});
-      run_and_check(type, team, rows, classes, classes % 8, {});
-      run_and_check(type, team, rows, classes, classes % 8, {.in_place = true});
+      Options options = {.work = work};
+      run_and_check(type, team, rows, classes, 0, options);
+      run_and_check(type, team, rows, classes, classes % 8, options);
+      options.in_place = true;
+      run_and_check(type, team, rows, classes, classes % 8, options);
     }
   }
   // Rows whose gradient is aligned need no shared memory.

@@ -49,6 +49,8 @@ TEST_CASE("equal held rows give equal bits at every alignment", "[asan]") {
     check_rows_alike(kBFloat16, Team::kBlock128, 9, 2051, options);
     check_rows_alike(kBFloat16, Team::kBlock, 9, 5001, options);
     check_rows_alike(kBFloat16, Team::kWide, 9, 9001, options);
+    const Options twice = {.in_place = in_place, .work = RowWork::kHeldTwice};
+    check_rows_alike(kBFloat16, Team::kHalfWarp, 19, 1021, twice);
   }
 }
 

@@ -42,8 +42,8 @@ Chosen chosen(const DeviceRoom& room, int64_t classes, bool plain, int64_t rows 
           .blocks_per_multiprocessor = ampfuse::kRowBlocks<kWork, scalar_t, Team>,
           .l2_holds_rest = team_room.l2_holds_rest(classes * int64_t(sizeof(scalar_t))),
           .launch = ampfuse::row_launch<scalar_t, Team, kWork>(room, rows, classes, true)};
-    if constexpr (kWork == RowWork::kHeld) {
-      it.most_held = ampfuse::HeldRow<scalar_t, Team>::kMostClasses;
+    if constexpr (is_held(kWork)) {
+      it.most_held = ampfuse::HeldRow<kWork, scalar_t, Team>::kMostClasses;
     }
   });
   return it;
@@ -86,6 +86,9 @@ TEST_CASE("longer rows have larger teams") {
   whole.prefers_whole = true;
   check(BFloat16(), whole, true, {{100000, 512}});
   check(0.0f, whole, true, {{28000, 512}, {29000, 1024}, {57000, 1024}});
+  DeviceRoom twice = kH200;
+  twice.holds_twice = true;
+  check(BFloat16(), twice, true, {{256, 8}, {1024, 16}, {1025, 64}, {8192, 128}, {16384, 256}});
 }
 
 TEST_CASE("a grid has no more blocks than a device holds at a time") {
@@ -111,7 +114,7 @@ TEST_CASE("teams keep no more than their blocks have room for") {
     // The limit of every kernel is set to most_shared, for any need of this launch.
     CHECK(shared <= ampfuse::most_shared(room.shared_per_block));
     CHECK(resident * (shared + kMostStaticShared + kKiB) <= room.shared);
-    if (it.work == RowWork::kHeld) {
+    if (is_held(it.work)) {
       CHECK(classes <= it.most_held);
       CHECK(kept * 8 >= classes);
     }

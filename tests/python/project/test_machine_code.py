@@ -56,10 +56,11 @@ def test_kernels_declare_no_more_shared_memory_than_launches_leave_them(code):
         assert int(re.search(r"SHARED:(\d+)", used)[1]) <= used_by_system + left, name
 
 
-# Registers per thread of the cross-entropy kernels that need more than 64: those of doubles, and
-# those that compute more than exponentials (RowWork::kGeneral).
+# Registers per thread of the cross-entropy kernels that need more than 64: those of doubles, those
+# that hold more than 32 logits, and those that compute more than exponentials (RowWork::kGeneral).
 WIDE = {
-    128: r"(cross_entropy_(for|back)ward|shards_reduce)_kernelI(d|.*BlockTeamILi512E.*RowWorkE1)",
+    128: r"(cross_entropy_(for|back)ward|shards_reduce)_kernelI"
+    r"(d|.*BlockTeamILi512E.*RowWorkE1|.*RowWorkE3)",
     80: r"(cross_entropy|shards_reduce)_.*RowWorkE1",
 }
 
@@ -141,16 +142,17 @@ def test_all_loads_of_a_held_row_are_in_flight_at_once(code):
         assert (aligned, unaligned) == (4, 5), (name, loads_in_flight(body))
 
 
-def test_a_held_row_of_32_logits_per_thread_takes_at_most_21_instructions_per_logit(code):
+def test_a_held_row_takes_at_most_21_instructions_per_logit(code):
     for name, body in held_kernels(code).items():
         row = held_row(body)
-        # Each logit takes one exponential for the sum, and one for the gradient.
-        assert sum("MUFU.EX2" in text for text in row) == 64, name
         assert sum("BAR.SYNC" in text for text in row) <= 2, name
         assert not any(re.search(r"MEMBAR|UCGABAR|\bCCTL", text) for text in row), name
         assert not any(re.search(r"\b(LDS|STS)\.128", text) for text in row), name
         # From the first load to the last store, with the sums over the team and the logarithm.
         assert len(row) / 32 <= 21, (name, len(row))
+    for name, body in forward_kernels(code).items():
+        if "RowWorkE3" in name:  # 64 logits per thread
+            assert len(held_row(body, packs=8)) / 64 <= 16.1, name
 
 
 def test_float_logits_take_at_most_45_instructions_each(code):
