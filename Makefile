@@ -45,6 +45,7 @@ export CCACHE_NOHASHDIR := 1
 # CMake writes the precompiled header's source a moment before it is compiled. ccache would take it
 # for a source that changes during the compilation.
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
+# csrc/cmake/AmpfuseOwnSources.cmake writes what ccache reads instead of precompiled headers.
 export CCACHE_PCH_EXTSUM := 1
 BENCH_FLAGS ?= --quick
 AVX512 := $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)

@@ -7,8 +7,10 @@
 # Two calls of six minutes, with a kit:
 #
 #   BUDGET=340 STAGES="first pytest ctest sanitize" benchmarks/gpu.sh
-#   BUDGET=340 STAGES="compare bench" VARIANTS="whole_rows held_twice" \
+#   BUDGET=340 STAGES="compare bench" VARIANTS=whole_rows \
 #     COMPARE="--runs 3 --bench cross_entropy -- --cases train/*x50257/float32" benchmarks/gpu.sh
+#
+# The variant held_twice is for train/*/bfloat16 of 257 to 16,384 classes.
 #
 # OUT          where the results go
 # KIT          what benchmarks/gpu_kit.sh has built elsewhere; with it nothing is compiled here

@@ -48,12 +48,20 @@ function(ampfuse_in_batches target)
   set_target_properties(${target} PROPERTIES SOURCES "${all}")
 endfunction()
 
-# Precompiles headers of torch for a target. If CCACHE_PCH_EXTSUM is set, ccache reads the checksum
-# beside the precompiled header instead of half a gigabyte, which takes a second for each source.
+# Precompiles headers of torch for a target. They take half a gigabyte, which ccache would hash for
+# each source, in a second. If CCACHE_PCH_EXTSUM is set, it reads what is in the file `.sum` instead:
+# which headers, of which torch. It does not notice an edit of torch's headers in place.
 function(ampfuse_precompile_torch target)
   target_precompile_headers(${target} PRIVATE ${ARGN})
-  file(WRITE ${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/${target}.dir/cmake_pch.hxx.gch.sum
-       "torch ${AMPFUSE_TORCH_VERSION}\n")
+  set(sum "${ARGN}\n")
+  foreach(file version.py build-version build-hash)  # of torch for Python, or of LibTorch
+    if(EXISTS ${AMPFUSE_TORCH_ROOT}/${file})
+      file(READ ${AMPFUSE_TORCH_ROOT}/${file} version)
+      string(APPEND sum "${version}")
+    endif()
+  endforeach()
+  set(header ${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/${target}.dir/cmake_pch.hxx)
+  file(WRITE ${header}.gch.sum "${sum}")
 endfunction()
 
 function(ampfuse_own_sources target)

@@ -96,7 +96,8 @@ AMPFUSE_BF16_INSTRUCTIONS void pack_contiguous(const uint16_t* from, int64_t lin
 #pragma GCC unroll 16
       for (int64_t i = 0; i < kLanes; ++i) {
         const __mmask16 mask = i < lines ? some_pairs : __mmask16{0};
-        x[i] = _mm512_maskz_loadu_epi32(mask, from + (line + i) * line_stride + 2 * p);
+        const int64_t there = line + std::min(i, lines - 1);
+        x[i] = _mm512_maskz_loadu_epi32(mask, from + there * line_stride + 2 * p);
       }
       transpose(x);
       Pair* const to = panel + p * width + line;
@@ -175,18 +176,23 @@ int64_t panels_of(int64_t count, int64_t width) {
   return (count + width - 1) / width;
 }
 
-// Returns the number of parts of the smaller operand that are multiplied by each group of lines of
-// the other one, so that threads have about the same work. Each part packs the group again.
+// Returns into how many parts the smaller operand is divided, each of which is multiplied by each
+// group of lines of the other one: so few that little is packed again, and so many that threads
+// have about the same work.
 int64_t parts_of(int64_t kept_panels, int64_t groups) {
   const int64_t threads = at::get_num_threads();
-  const int64_t most = std::min<int64_t>(kept_panels, (4 * threads + groups - 1) / groups);
-  const auto idle = [&](int64_t parts) {  // the share of the threads' time that is lost
+  const auto lost = [&](int64_t parts) {  // the share of the time
     const int64_t rounds = panels_of(groups * parts, threads);
-    return 1 - static_cast<double>(groups * parts) / static_cast<double>(rounds * threads);
+    const double busy = static_cast<double>(groups * parts) / static_cast<double>(rounds * threads);
+    constexpr double kPacking = 0.02;  // of a group, compared with its products with 128 lines
+    return 1 - busy + kPacking * static_cast<double>(parts);
   };
-  int64_t parts = 1;
-  while (parts < most && idle(parts) > 0.05) ++parts;
-  return parts;
+  constexpr int64_t kMostParts = 8;
+  int64_t best = 1;
+  for (int64_t parts = 2; parts <= std::min(kMostParts, kept_panels); ++parts) {
+    if (lost(parts) < lost(best)) best = parts;
+  }
+  return best;
 }
 
 struct Memory {

@@ -16,8 +16,8 @@ struct BFloat16Matrix {
 };
 
 /// Computes c = a · b, or c += a · b if `add`, with a [m, k], b [k, n] and c [m, n]. The rows of c
-/// are contiguous and `c_stride` floats apart. k must not be 0. Products are added in the order of
-/// k, whatever the number of threads.
+/// are contiguous and `c_stride` floats apart. m, n and k must not be 0. Products are added in the
+/// order of k, whatever the number of threads.
 void bfloat16_product(const BFloat16Matrix& a, const BFloat16Matrix& b, int64_t m, int64_t n,
                       int64_t k, bool add, float* c, int64_t c_stride);
 

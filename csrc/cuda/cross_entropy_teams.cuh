@@ -113,10 +113,11 @@ void for_plain_rows(const DeviceRoom& room, int64_t classes, const Launch& launc
   constexpr RowWork kPlain = RowWork::kPlain;
   const int64_t row_bytes = classes * int64_t(sizeof(scalar_t));
   if constexpr (sizeof(scalar_t) == 2) {
-    // Twice as many logits per thread take 15.9 instructions each where 20.4 are needed (sm_90).
-    // The variant is compiled for the rows whose speed decides about it, and for one type.
+    // The variant is compiled for one type and for these rows. With twice as many logits per
+    // thread, a logit takes 15.9 instructions instead of 20.4 (sm_90).
     if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
-      if (room.holds_twice && classes > kFewLanes * 32 &&
+      using Few = HeldRow<RowWork::kHeld, scalar_t, LaneTeam<kFewLanes>>;
+      if (room.holds_twice && classes > Few::kMostClasses &&
           for_held_rows<RowWork::kHeldTwice, scalar_t, LaneTeam<16>, BlockTeam<64>, BlockTeam<128>,
                         Block>(classes, launch)) {
         return;

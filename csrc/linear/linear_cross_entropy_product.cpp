@@ -49,7 +49,7 @@ bool has_mkl() {
   return cblas_gemm_bf16bf16f32 != nullptr;
 }
 
-// MKL uses bfloat16 instructions only on Intel processors.
+// MKL uses bfloat16 instructions only on Intel processors. The variant lets them use our products.
 bool prefers_mkl() {
 #if defined(__x86_64__)
   if (__builtin_cpu_is("intel") && !has_variant("own_product")) return has_mkl();

@@ -41,6 +41,7 @@ void launch(Batch& batch) {
   int pieces = 1;
   if constexpr (is_held(kWork)) {
     using Row = ampfuse::HeldRow<kWork, scalar_t, RowTeam>;
+    static_assert(Row::kMostClasses == most_held(Team{RowTeam::kSize}, kWork));
     pieces = Row::kPacks;
   }
   const int kept = options.kept_pieces.value_or(pieces) * RowTeam::kSize;

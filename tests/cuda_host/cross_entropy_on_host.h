@@ -32,7 +32,7 @@ enum class Team {
 };
 
 // Returns the most 16-bit logits that the threads of a team hold.
-inline int most_held(Team team, ampfuse::RowWork work = ampfuse::RowWork::kHeld) {
+constexpr int most_held(Team team, ampfuse::RowWork work = ampfuse::RowWork::kHeld) {
   return (work == ampfuse::RowWork::kHeldTwice ? 64 : 32) * static_cast<int>(team);
 }
 

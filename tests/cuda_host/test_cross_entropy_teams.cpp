@@ -88,7 +88,17 @@ TEST_CASE("longer rows have larger teams") {
   check(0.0f, whole, true, {{28000, 512}, {29000, 1024}, {57000, 1024}});
   DeviceRoom twice = kH200;
   twice.holds_twice = true;
-  check(BFloat16(), twice, true, {{256, 8}, {1024, 16}, {1025, 64}, {8192, 128}, {16384, 256}});
+  check(BFloat16(), twice, true,
+        {{256, 8},
+         {257, 16},
+         {1024, 16},
+         {1025, 64},
+         {4096, 64},
+         {4097, 128},
+         {8192, 128},
+         {8193, 256},
+         {16384, 256},
+         {16385, 512}});
 }
 
 TEST_CASE("a grid has no more blocks than a device holds at a time") {
@@ -122,7 +132,9 @@ TEST_CASE("teams keep no more than their blocks have room for") {
     // At most a whole row is kept.
     CHECK((kept - it.size) * (16 / item_size) < classes);
   };
-  for (const DeviceRoom& room : {kA100, kH200, kL4}) {
+  DeviceRoom twice = kL4;
+  twice.holds_twice = true;
+  for (const DeviceRoom& room : {kA100, kH200, kL4, twice}) {
     for (const int64_t classes : {1, 100, 129, 256, 257, 1024, 1025, 2048, 2049, 4096, 4097, 8192,
                                   8193, 16384, 16385, 32000, 50257, 300001}) {
       for (const bool plain : {false, true}) {

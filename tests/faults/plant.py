@@ -43,6 +43,7 @@ ENVIRONMENT = {
     "CCACHE_DIR": str(ROOT / "build" / "ccache"),
     "CCACHE_BASEDIR": str(COPY),
     "CCACHE_NOHASHDIR": "1",
+    "CCACHE_PCH_EXTSUM": "1",
     "CCACHE_SLOPPINESS": "pch_defines,time_macros,include_file_mtime,include_file_ctime",
 }
 LIBRARY = ("ampfuse", "_C", "ampfuse_cpp", "ampfuse_cpp_checkpoint")

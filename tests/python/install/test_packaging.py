@@ -90,7 +90,9 @@ def test_wheel_imports_runs_an_op_and_serves_a_cpp_program(wheel, empty, tmp_pat
     assert (norm, has_cuda) == ("5.0", str(ampfuse.has_cuda()))
     assert where.startswith(str(empty.site))
     assert architectures == ampfuse.build_info()["cuda_archs"].split()
-    build_program(CONSUMER, tmp_path / "build", prefix)
+    # Nothing is included before ampfuse's headers, which must include what they need.
+    options = (f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_PROJECT_INCLUDE=")
+    build_program(CONSUMER, tmp_path / "build", *options)
     program = tmp_path / "build" / "consumer"
     assert "norm" in run(program, env=environment())
     assert str(empty.site / "ampfuse") in run("ldd", program)
@@ -197,7 +199,7 @@ def test_library_of_another_minor_torch_is_refused_by_find_package(tmp_path):
     assert 'AMPFUSE_BUILT_FOR_TORCH "2.' in text
     config.write_text(text.replace('AMPFUSE_BUILT_FOR_TORCH "2.', 'AMPFUSE_BUILT_FOR_TORCH "2.9'))
     with pytest.raises(AssertionError, match=r"built\s+for torch 2\.9\d+\.\d+, but"):
-        build_program(CONSUMER, tmp_path / "build", f"{package};{sys.prefix}")
+        build_program(CONSUMER, tmp_path / "build", f"-DCMAKE_PREFIX_PATH={package};{sys.prefix}")
 
 
 CONFIGURE_QUIETLY = """

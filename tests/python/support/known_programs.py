@@ -171,11 +171,6 @@ def of_waves():
     return nn.Sequential(OrderedDict(waves=Waves(512), body=body))
 
 
-def many_layers():
-    layers = [layer for _ in range(30) for layer in (nn.Linear(16, 16), nn.Tanh())]
-    return nn.Sequential(*layers)
-
-
 def one_layer():
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
 
@@ -195,7 +190,6 @@ PROGRAMS = {
     "stiff": lambda: (Heat(), positions(), functional.mse_loss),
     "differences": lambda: (Differences(), cosines(), functional.mse_loss),
     "waves": lambda: (of_waves(), cosines(512), functional.mse_loss),
-    "small layers": lambda: (many_layers(), cosines(4), functional.mse_loss),
     "input": lambda: (one_layer(), Images(wait=0.04), of_classes),
     "diverges": lambda: (convolutions(), Images(), of_classes, 1e20, torch.optim.SGD),
 }

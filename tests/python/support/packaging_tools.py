@@ -54,15 +54,15 @@ def run_python(*arguments: str | Path, cwd: Path, **variables: str) -> str:
     return run(warm.python(), *arguments, cwd=cwd, env={**os.environ, **variables})
 
 
-def build_program(source: Path, build: Path, prefix_path: str | Path = PACKAGE) -> None:
-    """Configure and build a C++ program that finds ampfuse in `prefix_path`.
+def build_program(source: Path, build: Path, *options: str) -> None:
+    """Configure and build a C++ program, with ampfuse from its package unless an option differs.
 
     It has the options of the tests in tests/cpp, and uses the headers that they have precompiled.
     """
-    prefixes = f"-DCMAKE_PREFIX_PATH={prefix_path};{CPP_HEADERS}"
-    included = f"-DCMAKE_PROJECT_INCLUDE={BUILD / 'tests' / 'cpp' / 'precompiled_torch.cmake'}"
-    options = ("-DCMAKE_BUILD_TYPE=", included)
-    run("cmake", "-S", source, "-B", build, "-G", "Ninja", prefixes, *options)
+    included = BUILD / "tests" / "cpp" / "precompiled_torch.cmake"
+    assert included.exists(), "run `make build`, with tests"
+    given = (f"-DCMAKE_PREFIX_PATH={PACKAGE};{CPP_HEADERS}", f"-DCMAKE_PROJECT_INCLUDE={included}")
+    run("cmake", "-S", source, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=", *given, *options)
     run("cmake", "--build", build)
 
 
