@@ -11,7 +11,7 @@ namespace ampfuse {
 // team (cross_entropy_held.cuh). With kHeldTwice, half as many threads hold twice as much each.
 enum class RowWork { kPlain, kGeneral, kHeld, kHeldTwice };
 
-inline constexpr bool is_held(RowWork work) {
+AMPFUSE_HOST_DEVICE constexpr bool is_held(RowWork work) {
   return work == RowWork::kHeld || work == RowWork::kHeldTwice;
 }
 
