@@ -68,9 +68,9 @@ def cells(name: str, code: MachineCode) -> list[str]:
     body = code.sass[name]
     registers = code.registers(name)
     threads = resident_threads(name, registers, code.arch)
-    if held := re.search("RowWorkE([23])", name):
-        packs = 4 if held[1] == "2" else 8
-        row = held_row(body, packs)
+    if re.search("RowWorkE[23]", name):
+        row = held_row(body)
+        packs = sum("MUFU.EX2" in text for text in row) // 16  # two for each of eight logits
         turns = f"{len(row) / packs:.0f} (LDG+STG)"
         return [str(registers), str(threads), turns, f"{16 * packs * threads / 1024:.0f}"]
     loops: dict[tuple[str, ...], str] = {}

@@ -63,13 +63,15 @@ def shortest_turns(code: str, counted: str) -> list[Turn]:
     return turns
 
 
-def held_row(code: str, packs: int = 4) -> list[str]:
+def held_row(code: str) -> list[str]:
     """Return the instructions for one whole row of a kernel that holds rows in registers.
 
     The row is aligned and fills its team: one load of 16 bytes per pack follows the other, and so
     do the stores at the end. Each logit has two exponentials, one for the sum and one for the
     gradient. Rare branches, for example the one for the target class, are not on this way.
     """
+    # An unaligned row has one load more than an aligned one.
+    packs = sorted(loads_in_flight(code))[-2]
     texts, jumps = _instructions(code)
     last = _groups(texts, r"\bSTG\.E\.128", packs)[0][-1]
     exponential = re.compile(r"\bMUFU\.EX2")

@@ -4,8 +4,9 @@
 // columns of b, and adds both products to 16 sums.
 //
 // The smaller operand is packed first, because it is read repeatedly. The threads then share the
-// lines of the other operand. A thread packs a few lines and one block of k at a time, so that
-// these panels stay in its cache.
+// lines of the other operand, and for each group of lines the panels of the smaller one, so that
+// all have the same work. A thread packs a group and one block of k at a time, so that these panels
+// stay in its cache; threads that share a group pack it each.
 #include "bfloat16_product.h"
 
 #include <ATen/Parallel.h>
@@ -176,25 +177,6 @@ int64_t panels_of(int64_t count, int64_t width) {
   return (count + width - 1) / width;
 }
 
-// Returns into how many parts the smaller operand is divided, each of which is multiplied by each
-// group of lines of the other one: so few that little is packed again, and so many that threads
-// have about the same work.
-int64_t parts_of(int64_t kept_panels, int64_t groups) {
-  const int64_t threads = at::get_num_threads();
-  const auto lost = [&](int64_t parts) {  // the share of the time
-    const int64_t rounds = panels_of(groups * parts, threads);
-    const double busy = static_cast<double>(groups * parts) / static_cast<double>(rounds * threads);
-    constexpr double kPacking = 0.02;  // of a group, compared with its products with 128 lines
-    return 1 - busy + kPacking * static_cast<double>(parts);
-  };
-  constexpr int64_t kMostParts = 8;
-  int64_t best = 1;
-  for (int64_t parts = 2; parts <= std::min(kMostParts, kept_panels); ++parts) {
-    if (lost(parts) < lost(best)) best = parts;
-  }
-  return best;
-}
-
 struct Memory {
   explicit Memory(int64_t pairs) : data(c10::GetCPUAllocator()->allocate(pairs * sizeof(Pair))) {}
   Pair* get() const { return static_cast<Pair*>(data.get()); }
@@ -229,13 +211,12 @@ void bfloat16_product(const BFloat16Matrix& a, const BFloat16Matrix& b, int64_t 
       }
     });
     const int64_t groups = panels_of(passing.count, kGroup);
-    const int64_t parts = parts_of(kept_panels, groups);
-    at::parallel_for(0, groups * parts, 1, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, groups * kept_panels, 1, [&](int64_t begin, int64_t end) {
       const Memory memory(kGroup * kBlock);
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t first = task / parts * kGroup;
-        const int64_t first_kept = task % parts * kept_panels / parts;
-        const int64_t end_kept = (task % parts + 1) * kept_panels / parts;
+      for (int64_t group = begin / kept_panels; group * kept_panels < end; ++group) {
+        const int64_t first = group * kGroup;
+        const int64_t first_kept = std::max<int64_t>(begin - group * kept_panels, 0);
+        const int64_t end_kept = std::min(end - group * kept_panels, kept_panels);
         const int64_t panels = panels_of(std::min(kGroup, passing.count - first), passing_width);
         for (int64_t done = 0; done < pairs; done += kBlock) {
           const int64_t some = std::min(kBlock, pairs - done);

@@ -54,13 +54,17 @@ def test_memory_is_drawn_beside_the_times_if_it_was_measured(tmp_path, peak_mib)
     assert (width > 1000) == (peak_mib is not None)
 
 
-DRAWN = [name for name in PICTURES if name != "training" and [*RESULTS.glob(f"*/{name}.csv")]]
+def measured_so_far(name):
+    """Return the cases of a picture; whole steps were measured in one dtype, on a GPU."""
+    if name == "training":
+        return {f"step/{model}/bfloat16" for model in ("gpt2-124m", "vit-b-16")}
+    return set(PICTURES[name].labels)
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", [name for name in PICTURES if [*RESULTS.glob(f"*/{name}.csv")]])
 def test_each_case_of_a_picture_has_kept_numbers(name):
     measured = {row.case for path in RESULTS.glob(f"*/{name}.csv") for row in read_rows(path)}
-    assert set(PICTURES[name].labels) <= measured
+    assert measured_so_far(name) <= measured
 
 
 def test_pictures_are_drawn_again_from_kept_numbers(tmp_path):

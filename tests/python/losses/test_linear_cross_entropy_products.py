@@ -66,7 +66,7 @@ for event in events:
 
 # Rows, features and classes: each is the summed dimension of one product. Panels have 8 rows or 48
 # columns, blocks 1024 summed elements, and 8192 of them are packed at a time. With (24, 40, 60) two
-# threads have 1 and 2 of 3 panels.
+# threads have 2 and 1 of 3 panels.
 OWN_PRODUCTS = """
 torch.set_num_threads(2)
 for sizes in (1, 1, 1), (24, 40, 60), (9, 33, 130), (50, 1031, 97), (130, 24, 49), (3, 17, 8203):
