@@ -20,7 +20,7 @@ const DeviceRoom kA100 = {108, 164 * kKiB, 163 * kKiB, 40 * kKiB * kKiB};
 const DeviceRoom kH200 = {132, 228 * kKiB, 227 * kKiB, 50 * kKiB * kKiB};
 const DeviceRoom kL4 = {58, 100 * kKiB, 99 * kKiB, 48 * kKiB * kKiB};
 
-struct Chosen {
+struct RowChoice {
   RowWork work;
   int size;  // threads
   int teams;
@@ -32,8 +32,8 @@ struct Chosen {
 
 // Returns what is chosen for rows of a loss.
 template <typename scalar_t>
-Chosen chosen(const DeviceRoom& room, int64_t classes, bool plain, int64_t rows = 10000) {
-  Chosen it = {};
+RowChoice row_choice(const DeviceRoom& room, int64_t classes, bool plain, int64_t rows = 10000) {
+  RowChoice it = {};
   ampfuse::for_forward_rows<scalar_t>(room, classes, plain, [&]<typename Team, RowWork kWork>() {
     const ampfuse::TeamRoom<scalar_t, Team, kWork> team_room{room};
     it = {.work = kWork,
@@ -57,7 +57,7 @@ TEST_CASE("longer rows have larger teams") {
                                            const Sizes& sizes) {
     for (const auto& [classes, size] : sizes) {
       CAPTURE(classes, plain);
-      CHECK(chosen<scalar_t>(room, classes, plain).size == size);
+      CHECK(row_choice<scalar_t>(room, classes, plain).size == size);
     }
   };
   // A row of 64 KB fits in a third of shared memory.
@@ -103,17 +103,17 @@ TEST_CASE("longer rows have larger teams") {
 
 TEST_CASE("a grid has no more blocks than a device holds at a time") {
   constexpr int64_t kMany = 1000000;
-  CHECK(chosen<BFloat16>(kH200, 5000, true, kMany).launch.blocks == 4 * 132);
-  CHECK(chosen<BFloat16>(kH200, 5000, false, kMany).launch.blocks == 3 * 132);
-  CHECK(chosen<double>(kH200, 5000, false, kMany).launch.blocks == 2 * 132);
-  CHECK(chosen<BFloat16>(kH200, 500, false, kMany).launch.blocks == 3 * 132);
-  CHECK(chosen<BFloat16>(kH200, 500, false, 17).launch.blocks == 3);
-  CHECK(chosen<BFloat16>(kH200, 5000, true, 0).launch.blocks == 1);
+  CHECK(row_choice<BFloat16>(kH200, 5000, true, kMany).launch.blocks == 4 * 132);
+  CHECK(row_choice<BFloat16>(kH200, 5000, false, kMany).launch.blocks == 3 * 132);
+  CHECK(row_choice<double>(kH200, 5000, false, kMany).launch.blocks == 2 * 132);
+  CHECK(row_choice<BFloat16>(kH200, 500, false, kMany).launch.blocks == 3 * 132);
+  CHECK(row_choice<BFloat16>(kH200, 500, false, 17).launch.blocks == 3);
+  CHECK(row_choice<BFloat16>(kH200, 5000, true, 0).launch.blocks == 1);
 }
 
 TEST_CASE("teams keep no more than their blocks have room for") {
   const auto check = [](const DeviceRoom& room, int64_t classes, bool plain, int64_t item_size,
-                        const Chosen& it) {
+                        const RowChoice& it) {
     CAPTURE(room.multiprocessors, classes, plain, item_size, it.size);
     CHECK((it.work != RowWork::kGeneral) == plain);
     const auto& [blocks, kept, shared] = it.launch;
@@ -138,9 +138,9 @@ TEST_CASE("teams keep no more than their blocks have room for") {
     for (const int64_t classes : {1, 100, 129, 256, 257, 1024, 1025, 2048, 2049, 4096, 4097, 8192,
                                   8193, 16384, 16385, 32000, 50257, 300001}) {
       for (const bool plain : {false, true}) {
-        check(room, classes, plain, 2, chosen<BFloat16>(room, classes, plain));
-        check(room, classes, plain, 4, chosen<float>(room, classes, plain));
-        check(room, classes, plain, 8, chosen<double>(room, classes, plain));
+        check(room, classes, plain, 2, row_choice<BFloat16>(room, classes, plain));
+        check(room, classes, plain, 4, row_choice<float>(room, classes, plain));
+        check(room, classes, plain, 8, row_choice<double>(room, classes, plain));
       }
     }
   }
@@ -151,7 +151,7 @@ TEST_CASE("only the largest teams exceed the L2 cache with unkept parts of rows"
     for (int64_t classes = 1; classes < 1000000; classes += classes / 7 + 1) {
       for (const bool plain : {false, true}) {
         CAPTURE(room.multiprocessors, classes, plain);
-        const Chosen it = chosen<float>(room, classes, plain);
+        const RowChoice it = row_choice<float>(room, classes, plain);
         CHECK((it.l2_holds_rest || it.size == (plain ? 1024 : 512)));
       }
     }
@@ -160,7 +160,7 @@ TEST_CASE("only the largest teams exceed the L2 cache with unkept parts of rows"
 
 TEST_CASE("static shared memory counts towards the 48 KiB that blocks always have") {
   // Eight warps have a row each and keep twelve packs per thread.
-  const auto launch = chosen<float>(kH200, 1536, /*plain=*/true).launch;
+  const auto launch = row_choice<float>(kH200, 1536, /*plain=*/true).launch;
   CHECK(launch.shared == 48 * kKiB);
   CHECK(ampfuse::must_ask_for_shared(launch.shared));
   CHECK(ampfuse::must_ask_for_shared(48 * kKiB - kMostStaticShared + 1));

@@ -16,7 +16,7 @@ FAULTS = [
         "csrc/math/multi_tensor_norm.h",
         "return sum >= (sizeof(acc_t) == 4 ? 0x1p-100 : 0x1p-1000);",
         "return sum > 0;",
-        "tests/python/ops test_cpp test_multi_tensor_norm test_multi_tensor_unscale",
+        "tests/python/ops test_cpp test_multi_tensor",
     ),
     Fault(
         "Overflows in a row are not counted if the scale is static.",
@@ -46,7 +46,7 @@ FAULTS = [
         "csrc/math/multi_tensor_clip.h",
         "return factor > 1 ? 1 : factor;",
         "return factor < 1 ? factor : 1;",
-        "tests/python/ops tests/python/optim test_cpp test_multi_tensor_clip test_fused_adam",
+        "tests/python/ops tests/python/optim test_cpp test_multi_tensor test_fused_adam",
     ),
     # --- operators and classes for the CPU ---
     Fault(
@@ -125,7 +125,7 @@ FAULTS = [
         "csrc/cuda/multi_tensor_norm.cuh",
         "  __syncwarp();  // norm_exact reads what other lanes have stored\n",
         "",
-        "test_multi_tensor_norm test_multi_tensor_unscale",
+        "test_multi_tensor",
     ),
     Fault(
         "A write to the end of a chunk of parameters is not adopted by their masters.",
