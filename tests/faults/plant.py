@@ -46,7 +46,7 @@ ENVIRONMENT = {
     "CCACHE_PCH_EXTSUM": "1",
     "CCACHE_SLOPPINESS": "pch_defines,time_macros,include_file_mtime,include_file_ctime",
 }
-LIBRARY = ("ampfuse", "_C", "ampfuse_cpp", "ampfuse_cpp_checkpoint")
+LIBRARY = ("ampfuse", "_C", "ampfuse_cpp")
 
 
 def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]:

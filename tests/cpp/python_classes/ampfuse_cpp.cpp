@@ -221,4 +221,7 @@ PYBIND11_MODULE(ampfuse_cpp, m) {
   bind_grad_scaler(m);
   bind_autocast_guard(m);
   bind_optim_exchange(m);
+#ifdef WITH_CHECKPOINT
+  bind_checkpoint(m.def_submodule("checkpoint"));
+#endif
 }

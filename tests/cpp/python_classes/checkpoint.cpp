@@ -1,15 +1,13 @@
-// The Python module ampfuse_cpp_checkpoint: a small training program in C++, whose checkpoints
-// Python reads and writes, too.
+// A small training program in C++, whose checkpoints Python reads and writes, too.
 #include <ampfuse/checkpoint.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/nn.h>
 
 #include "../training.h"
+#include "python_classes.h"
 
-namespace py = pybind11;
-
-PYBIND11_MODULE(ampfuse_cpp_checkpoint, m) {
+void bind_checkpoint(py::module_ m) {
   using ampfuse::Training;
   namespace checkpoint = ampfuse::checkpoint;
   py::register_exception<checkpoint::Error>(m, "Error", PyExc_RuntimeError);
