@@ -3,7 +3,7 @@
 
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 
-# Replaces a target's C++ and CUDA sources with batches: files that include up to eight sources of
+# Replaces a target's C++ and CUDA sources with batches: files that include up to ten sources of
 # one language each. Torch's headers take 6 of the 7 seconds that a small C++ file takes to compile,
 # 12 in a file that includes optimizers or autograd, and 16 of the 21 of a small CUDA file. The
 # sources of a batch share one anonymous namespace, so the names in it must differ. CMake's own
@@ -29,7 +29,7 @@ function(ampfuse_in_batches target)
     if(count EQUAL 0)
       continue()
     endif()
-    math(EXPR batches "(${count} + 7) / 8")
+    math(EXPR batches "(${count} + 9) / 10")
     math(EXPR size "(${count} + ${batches} - 1) / ${batches}")
     foreach(number RANGE 1 ${batches})
       math(EXPR start "(${number} - 1) * ${size}")
