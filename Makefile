@@ -39,7 +39,7 @@ export AMPFUSE_SECOND_CHECKOUT := $(CURDIR)/$(BUILD)/packaging
 BUILDS := $(BUILD) $(BUILD)/packaging/build $(BUILD)/packaging/wheel $(BUILD)/recipe/build
 SOURCES := . $(BUILD)/packaging $(BUILD)/recipe
 IN_BUILDS := $(foreach name,include batches CMakeFiles,$(BUILDS:%=$(CURDIR)/%/$(name)))
-OWN_FOLDERS := $(SOURCES:%=$(CURDIR)/%/csrc) $(IN_BUILDS)
+OWN_FOLDERS := $(foreach name,csrc tests,$(SOURCES:%=$(CURDIR)/%/$(name))) $(IN_BUILDS)
 export CCACHE_BASEDIR := $(shell echo $(abspath $(OWN_FOLDERS)) | tr ' ' ':')
 export CCACHE_NOHASHDIR := 1
 # CMake writes the precompiled header's source a moment before it is compiled. ccache would take it
