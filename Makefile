@@ -15,6 +15,9 @@ BUILD := build$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Many containers forbid Python to write bytecode. Each process would then compile torch's Python
+# files again, and take 3 s instead of 1.6 s to import torch.
+unexport PYTHONDONTWRITEBYTECODE
 export AMPFUSE_FETCH_NVCC ?= ON
 override CMAKE_ARGS := -DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=ON $(CMAKE_ARGS)
 export CMAKE_ARGS

@@ -116,10 +116,8 @@ def install_packages(python: Path) -> None:
         say(f"installing {torch} and packages for builds and tests (3 GB; up to a few minutes)")
         packages.insert(0, torch)
         # uv takes half a minute for what pip does in two, but it ignores pip's settings. So pip is
-        # used if its settings name another index, and if uv fails. Bytecode is compiled here
-        # because many containers forbid Python to write it later: every process would then compile
-        # torch's Python files again, and take 3 s in place of 1.6 s to import torch.
-        uv = [VENV / "bin" / "uv", "pip", "install", "--quiet", "--compile-bytecode"]
+        # used if its settings name another index, and if uv fails.
+        uv = [VENV / "bin" / "uv", "pip", "install", "--quiet"]
         if "index" not in ask(python, "-m", "pip", "config", "list") and (
             succeeds([*pip, "uv"]) and succeeds([*uv, "--python", python, *packages])
         ):
