@@ -52,7 +52,7 @@ class Test:
             return "kernels under sanitizers" if is_sanitized else "C++"
         if "/install/" in self.file:
             return "installations"
-        if self.compiling:
+        if self.compiling > self.seconds / 2:
             return "torch.compile"
         return "starts processes" if self.processes else "in the test's process"
 

@@ -9,6 +9,7 @@ import warm
 from packaging_tools import ROOT
 from plant import FAULTS
 
+SUPPORT = ROOT / "tests" / "python" / "support"
 PROGRAMS = {
     "argv": ["see.py", "--lr", "1", "-m"],
     "module": ["-m", "pack", "x"],
@@ -44,6 +45,33 @@ def test_every_planted_fault_has_its_place_in_the_sources(fault):
     assert (ROOT / fault.file).read_text().count(fault.old) == 1
     for name in fault.tests.split():
         assert (ROOT / name).exists() or not name.startswith("tests/")
+
+
+COSTLY = """
+import subprocess, pytest, torch
+
+@pytest.fixture
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+def test_costly(fresh_compiler):
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    subprocess.run("true")
+"""
+
+
+def test_report_has_the_processes_and_the_compilations_of_a_test(tmp_path):
+    plugin = f"import sys\nsys.path.append({str(SUPPORT)!r})\npytest_plugins = ('costs',)\n"
+    (tmp_path / "conftest.py").write_text(plugin)
+    (tmp_path / "test_costly.py").write_text(COSTLY)
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", tmp_path]
+    options = {"cwd": tmp_path, "capture_output": True, "text": True}
+    done = warm.run([*map(str, command), "--junitxml=report.xml", "test_costly.py"], **options)
+    assert done.returncode == 0, done.stdout
+    (test,) = test_times.tests_of(tmp_path / "report.xml")
+    assert (test.processes, test.compiling > 0) == (1, True)
 
 
 REPORT = """

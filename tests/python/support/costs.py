@@ -39,26 +39,36 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _seconds_compiling() -> float:
+    # A test may have replaced the module by another object.
     dynamo = sys.modules.get("torch._dynamo.utils")
-    times = {} if dynamo is None else dynamo.compilation_time_metrics
+    times = getattr(dynamo, "compilation_time_metrics", {})
     return sum(sum(times.get(name, ())) for name in _COMPILING)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    item.stash[_BEFORE] = (_processes, _seconds_compiling())
+    """Count processes that the test and its fixtures start."""
+    item.stash[_BEFORE] = _processes
     return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Measure compilations by the test, but not by fixtures: these reset the compiler's times."""
+    before = _seconds_compiling()
+    try:
+        return (yield)
+    finally:
+        if _seconds_compiling() > before:
+            item.user_properties.append(("compiling", round(_seconds_compiling() - before, 2)))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     result = yield
-    processes, seconds = item.stash[_BEFORE]
-    if _processes > processes:
-        item.user_properties.append(("processes", _processes - processes))
-    if _seconds_compiling() > seconds:
-        item.user_properties.append(("compiling", round(_seconds_compiling() - seconds, 2)))
+    if _processes > item.stash[_BEFORE]:
+        item.user_properties.append(("processes", _processes - item.stash[_BEFORE]))
     return result
 
 
-_BEFORE = pytest.StashKey[tuple[int, float]]()
+_BEFORE = pytest.StashKey[int]()
