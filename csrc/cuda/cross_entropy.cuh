@@ -167,8 +167,15 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     const math::RowTarget<Number> target = table.row_target(is_ignored, target_class, target_logit);
     const auto at_largest =
         row_exponential<scalar_t>(static_cast<RowAcc<scalar_t>>(sums.partial.largest));
-    const math::RowLoss<Number> loss = math::row_loss(
-        sums.partial, target, static_cast<Number>(at_largest.below(target.z)), table.terms);
+    const auto below = static_cast<Number>(at_largest.below(target.z));
+    math::RowLoss<Number> loss;
+    if constexpr (kWork == RowWork::kHeldTwice) {
+      // Only the first thread takes the logarithms of the loss.
+      loss.statistics = math::row_statistics(sums.partial, math::target_exponential(target, below));
+      if (is_first) loss.loss = math::row_loss(sums.partial, target, below, table.terms).loss;
+    } else {
+      loss = math::row_loss(sums.partial, target, below, table.terms);
+    }
     if (with_metrics && is_first) {
       results.lse[row] = static_cast<RowAcc<scalar_t>>(loss.lse);
       results.entropy[row] = static_cast<RowAcc<scalar_t>>(loss.entropy);

@@ -100,6 +100,20 @@ class PackGradient {
     return rounded<grad_t>(result);
   }
 
+  // Computes the gradient for a pack without the target's logit, with kPlain.
+  template <typename grad_t, int kCount>
+  __device__ __forceinline__ Pack<grad_t, kCount> of_others(
+      const Pack<scalar_t, kCount>& pack) const {
+    acc_t result[kCount];
+    widen(pack, result);
+#pragma unroll
+    for (acc_t& x : result) x = exponential_.times(x, factor_);
+    return rounded<grad_t>(result);
+  }
+
+  __device__ int target() const { return target_; }
+  __device__ acc_t of_target() const { return static_cast<acc_t>(of_target_); }
+
   // Computes the gradient for a pack that the first pass kept: logits, or exponentials
   // (kKeepsExponentials).
   template <typename grad_t, int kCount>

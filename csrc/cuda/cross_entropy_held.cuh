@@ -56,14 +56,32 @@ class HeldRow {
     }
   }
 
+  // Replaces the logit of a class, if this thread holds it.
+  __device__ __forceinline__ void set(const Team& team, int c, scalar_t x) {
+    const int p = c / P::kSize;
+    if (c < 0 || (p & (Team::kSize - 1)) != team.index()) return;
+    stay_a_branch();
+#pragma unroll
+    for (int u = 0; u < kPacks; ++u) {
+      auto pack = __builtin_bit_cast(P, words_[u]);
+#pragma unroll
+      for (int e = 0; e < P::kSize; ++e) {
+        if (at(team, u) * P::kSize + e == c) pack.value[e] = x;
+      }
+      words_[u] = __builtin_bit_cast(Words, pack);
+    }
+  }
+
   // Calls visit(index of the first class, pack) for the thread's packs, also for those past the
-  // end. The team skips packs that are past the end for all of its threads.
+  // end. The team skips packs that are past the end for all of its threads: with kHeldTwice only
+  // the second half of its packs, since each check takes two instructions.
   template <typename Visit>
   __device__ __forceinline__ void each_pack(const Team& team, int classes,
                                             const Visit& visit) const {
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
-      if (u > 0 && u * Team::kSize * P::kSize >= classes) break;
+      const bool is_checked = kWork == RowWork::kHeldTwice ? u == kPacks / 2 : u > 0;
+      if (is_checked && u * Team::kSize * P::kSize >= classes) break;
       Words words = words_[u];
 #if defined(__CUDA_ARCH__)
       // Otherwise nvcc converts the logits once and keeps floats for the second pass.
@@ -172,11 +190,14 @@ __device__ __forceinline__ RowSums<scalar_t> read_row(const Team& team,
   held.each_pack(team, table.classes,
                  [&](int, const Pack<scalar_t>& pack) { largest_of_thread.add(pack); });
   const auto own = row_exponential<scalar_t>(largest_of_thread.get());
+  // Looking for the target once takes fewer instructions than in each pack.
+  constexpr bool kSetsTarget = kWork == RowWork::kHeldTwice;
+  if (kSetsTarget) held.set(team, target, -HUGE_VALF);
   float sum_of_thread = 0;
   held.each_pack(team, table.classes, [&](int first, const Pack<scalar_t>& pack) {
     float terms[Pack<scalar_t>::kSize];
     widen(pack, terms);
-    leave_out(target, first, terms);
+    if (!kSetsTarget) leave_out(target, first, terms);
 #pragma unroll
     for (float& x : terms) x = own.term(x);
     sum_of_thread += sum_in_pairs(terms);
@@ -195,8 +216,13 @@ __device__ __forceinline__ void write_gradient(const Team& team,
                                                HeldRow<kWork, scalar_t, Team>& held, scalar_t* out,
                                                const RowsAt&) {
   held.replace(team, classes, [&](int first, const Pack<scalar_t>& pack) {
-    return gradient.template of<scalar_t>(first, pack);
+    if constexpr (kWork == RowWork::kHeldTwice) {
+      return gradient.template of_others<scalar_t>(pack);
+    } else {
+      return gradient.template of<scalar_t>(first, pack);
+    }
   });
+  if (kWork == RowWork::kHeldTwice) held.set(team, gradient.target(), gradient.of_target());
   held.store(team, out, classes);
 }
 

@@ -115,6 +115,23 @@ struct RowLoss {
   Statistics<std::conditional_t<std::is_arithmetic_v<V>, double, V>> statistics;
 };
 
+// Returns exp(z − reference) of the target class, or 0 for rows without a target.
+template <typename V>
+AMPFUSE_HOST_DEVICE V target_exponential(const RowTarget<V>& target, V below) {
+  return target.exists ? Lane<V>::exp(V(0) - below) : V(0);
+}
+
+// Returns what backward needs; `target_exp` is the result of target_exponential().
+template <typename V>
+AMPFUSE_HOST_DEVICE auto row_statistics(const RowPartial<V>& others, const V& target_exp)
+    -> decltype(RowLoss<V>::statistics) {
+  // The row has no distribution, and its results are NaN, if the largest z is NaN, +∞ or −∞.
+  const auto exists = others.largest - others.largest == V(0);
+  const auto if_any = [&](const V& x) { return Lane<V>::choose(exists, x, V(NAN)); };
+  return {if_any(others.largest), if_any(others.sum + target_exp), if_any(others.sum),
+          if_any(others.masses)};
+}
+
 // `below` is others.reference − target.z. It is not used for rows without a target. Callers whose
 // others.reference is a rounded number compute `below` from the unrounded reference.
 template <typename V, typename Terms>
@@ -122,7 +139,7 @@ AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPartial<V>& others, const RowTa
                                         V below, const Terms& terms) {
   using L = Lane<V>;
   if (!target.exists) below = V(0);
-  const V target_exp = target.exists ? L::exp(V(0) - below) : V(0);
+  const V target_exp = target_exponential(target, below);
   const V sum = others.sum + target_exp;
   // One log1p serves both cases. log(sum) is taken as log1p(sum − 1): `sum` is above 1/2, so this
   // adds no more error than the rounding of `sum` itself.
@@ -135,13 +152,9 @@ AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPartial<V>& others, const RowTa
   if (terms.z_loss != 0) loss = loss + V(terms.z_loss) * lse * lse;
   // log p = −(reference − z) − log_sum
   const V entropy = log_sum + (others.entropy + times_or_zero(target_exp, below)) / sum;
-  // The row has no distribution, and its results are NaN, if the largest z is NaN, +∞ or −∞.
   const auto exists = others.largest - others.largest == V(0);
   const auto if_any = [&](const V& x) { return L::choose(exists, x, V(NAN)); };
-  return {if_any(loss),
-          if_any(lse),
-          if_any(entropy),
-          {if_any(others.largest), if_any(sum), if_any(others.sum), if_any(others.masses)}};
+  return {if_any(loss), if_any(lse), if_any(entropy), row_statistics(others, target_exp)};
 }
 
 template <typename V, typename Terms>
