@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(Team::kBlock, kRowBlocks<kWork, scalar_t, Team
     const auto at_largest =
         row_exponential<scalar_t>(static_cast<RowAcc<scalar_t>>(sums.partial.largest));
     const auto below = static_cast<Number>(at_largest.below(target.z));
-    math::RowLoss<Number> loss;
+    math::RowLoss<Number> loss = {};
     if constexpr (kWork == RowWork::kHeldTwice) {
       // Only the first thread takes the logarithms of the loss.
       loss.statistics = math::row_statistics(sums.partial, math::target_exponential(target, below));

@@ -100,10 +100,11 @@ class PackGradient {
     return rounded<grad_t>(result);
   }
 
-  // Computes the gradient for a pack without the target's logit, with kPlain.
+  // Computes the gradient of every class but the target, which the caller sets afterwards.
   template <typename grad_t, int kCount>
   __device__ __forceinline__ Pack<grad_t, kCount> of_others(
       const Pack<scalar_t, kCount>& pack) const {
+    static_assert(kWork == RowWork::kPlain);
     acc_t result[kCount];
     widen(pack, result);
 #pragma unroll

@@ -59,10 +59,12 @@ class HeldRow {
   // Replaces the logit of a class, if this thread holds it.
   __device__ __forceinline__ void set(const Team& team, int c, scalar_t x) {
     const int p = c / P::kSize;
-    if (c < 0 || (p & (Team::kSize - 1)) != team.index()) return;
+    if ((p & (Team::kSize - 1)) != team.index()) return;
     stay_a_branch();
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
+      if (at(team, u) != p) continue;
+      stay_a_branch();
       auto pack = __builtin_bit_cast(P, words_[u]);
 #pragma unroll
       for (int e = 0; e < P::kSize; ++e) {
@@ -73,8 +75,8 @@ class HeldRow {
   }
 
   // Calls visit(index of the first class, pack) for the thread's packs, also for those past the
-  // end. The team skips packs that are past the end for all of its threads: with kHeldTwice only
-  // the second half of its packs, since each check takes two instructions.
+  // end. The team skips packs that are past the end for all of its threads. With kHeldTwice one
+  // check skips the second half of the packs, since each check takes two instructions.
   template <typename Visit>
   __device__ __forceinline__ void each_pack(const Team& team, int classes,
                                             const Visit& visit) const {

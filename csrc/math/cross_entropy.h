@@ -115,6 +115,12 @@ struct RowLoss {
   Statistics<std::conditional_t<std::is_arithmetic_v<V>, double, V>> statistics;
 };
 
+// Returns x, or NaN if the row has no distribution: if its largest z is NaN, +∞ or −∞.
+template <typename V>
+AMPFUSE_HOST_DEVICE V if_distribution(const RowPartial<V>& row, const V& x) {
+  return Lane<V>::choose(row.largest - row.largest == V(0), x, V(NAN));
+}
+
 // Returns exp(z − reference) of the target class, or 0 for rows without a target.
 template <typename V>
 AMPFUSE_HOST_DEVICE V target_exponential(const RowTarget<V>& target, V below) {
@@ -125,9 +131,7 @@ AMPFUSE_HOST_DEVICE V target_exponential(const RowTarget<V>& target, V below) {
 template <typename V>
 AMPFUSE_HOST_DEVICE auto row_statistics(const RowPartial<V>& others, const V& target_exp)
     -> decltype(RowLoss<V>::statistics) {
-  // The row has no distribution, and its results are NaN, if the largest z is NaN, +∞ or −∞.
-  const auto exists = others.largest - others.largest == V(0);
-  const auto if_any = [&](const V& x) { return Lane<V>::choose(exists, x, V(NAN)); };
+  const auto if_any = [&](const V& x) { return if_distribution(others, x); };
   return {if_any(others.largest), if_any(others.sum + target_exp), if_any(others.sum),
           if_any(others.masses)};
 }
@@ -152,8 +156,7 @@ AMPFUSE_HOST_DEVICE RowLoss<V> row_loss(const RowPartial<V>& others, const RowTa
   if (terms.z_loss != 0) loss = loss + V(terms.z_loss) * lse * lse;
   // log p = −(reference − z) − log_sum
   const V entropy = log_sum + (others.entropy + times_or_zero(target_exp, below)) / sum;
-  const auto exists = others.largest - others.largest == V(0);
-  const auto if_any = [&](const V& x) { return L::choose(exists, x, V(NAN)); };
+  const auto if_any = [&](const V& x) { return if_distribution(others, x); };
   return {if_any(loss), if_any(lse), if_any(entropy), row_statistics(others, target_exp)};
 }
 

@@ -28,6 +28,11 @@ void check_everywhere(Type type, const Logit& logit) {
     check_logits(type, Team::kBlock64, 3, 1800, logit);
     check_logits(type, Team::kWide, 3, 2051, logit, not_kept);
   }
+  if (type == kBFloat16) {  // rows that take less and more than half of their threads' registers
+    const Options held_twice = {.work = RowWork::kHeldTwice};
+    check_logits(type, Team::kHalfWarp, 5, 505, logit, held_twice);
+    check_logits(type, Team::kBlock64, 3, 2100, logit, held_twice);
+  }
   check_logits(type, Team::kWarp, 5, 531, logit, {.kept_pieces = 2, .work = RowWork::kGeneral});
 }
 
@@ -125,5 +130,8 @@ TEST_CASE("a row without a distribution is NaN and does not change others", "[as
     check_no_distribution(type, Team::kWarp, 777);
     check_no_distribution(type, Team::kWarp, 777, {.work = RowWork::kGeneral});
     check_no_distribution(type, Team::kWide, 777, {.work = RowWork::kPlain});
+    if (type == kBFloat16) {
+      check_no_distribution(type, Team::kHalfWarp, 777, {.work = RowWork::kHeldTwice});
+    }
   }
 }
