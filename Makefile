@@ -128,7 +128,7 @@ lint: $(READY)  ## check formatting, types and the rules of the layout
 	@$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 	$(BIN)/python -m pytest tests/python/project/test_layout.py
 
 format: $(READY)  ## format the sources

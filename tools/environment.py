@@ -25,6 +25,7 @@ DEBIAN = {"catch2": "catch2", "libxxhash-dev": "xxhash.h", "nlohmann-json3-dev":
 PINNED = "2.11.0"
 REQUESTED_TORCH = os.environ.get("TORCH", "")
 BUILD = ["setuptools>=77,<82", "build", "cmake>=3.27,<5", "ninja", "pybind11>=3,<4"]
+TOOLS = ["cmake", "ctest", "ninja", "ccache", "clang-format", "ruff"]
 EXTRAS = ["test", "demo", "bench", "checkpoint", "lint"]
 SYSTEM_INCLUDES = ["/usr/include", "/usr/local/include"]
 
@@ -115,14 +116,24 @@ def install_packages(python: Path) -> None:
         torch = f"torch=={REQUESTED_TORCH or PINNED}"
         say(f"installing {torch} and packages for builds and tests (3 GB; up to a few minutes)")
         packages.insert(0, torch)
-        # uv takes half a minute for what pip does in two, but it ignores pip's settings. So pip is
-        # used if its settings name another index, and if uv fails.
+        # uv is several times as fast as pip, but it ignores pip's settings. So pip is used if its
+        # settings name another index, and if uv fails.
         uv = [VENV / "bin" / "uv", "pip", "install", "--quiet"]
         if "index" not in ask(python, "-m", "pip", "config", "list") and (
             succeeds([*pip, "uv"]) and succeeds([*uv, "--python", python, *packages])
         ):
             return
     run(*pip, *packages)
+
+
+def link_tools() -> None:
+    """Link tools that pip did not install into .venv because the active environment has them."""
+    active = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for name in TOOLS:
+        own, found = VENV / "bin" / name, shutil.which(name, path=active)
+        if not own.exists() and found:
+            own.unlink(missing_ok=True)  # a link whose target is gone
+            own.symlink_to(found)
 
 
 def is_current(environment: Path) -> bool:
@@ -211,6 +222,7 @@ def main() -> None:
     if not shutil.which(os.environ.get("CXX", "g++")):
         sys.exit("no C++ compiler: install g++ 11 or newer")
     install_packages(make_venv())
+    link_tools()
     (VENV / ".ready").touch()
     say("ready")
 

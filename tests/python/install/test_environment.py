@@ -48,6 +48,17 @@ def test_pip_is_used_instead_of_uv_if_its_settings_name_an_index(monkeypatch, se
     assert commands[-1][0].endswith("uv") == (settings == "")
 
 
+def test_tools_that_only_the_active_environment_has_are_linked(tmp_path, monkeypatch):
+    for name in ("active/bin/ctest", "active/bin/cmake", "own/bin/cmake"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "active/bin/python"))
+    monkeypatch.setattr(environment, "VENV", tmp_path / "own")
+    environment.link_tools()
+    assert (tmp_path / "own/bin/ctest").readlink() == tmp_path / "active/bin/ctest"
+    assert not (tmp_path / "own/bin/cmake").is_symlink()
+
+
 @pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="not Debian's kind of system")
 def test_headers_are_unpacked_before_the_environment_exists(tmp_path, monkeypatch, capsys):
     apt_get = tmp_path / "bin" / "apt-get"
