@@ -50,7 +50,7 @@ make --no-print-directory "$(basename "$venv")/.ready" cpp-headers
 
 CMAKE_ARGS="-DAMPFUSE_BUILD_TESTS=ON -DAMPFUSE_BUILD_CUDA_HOST=OFF" package this "$PWD"
 mkdir -p "$kit/build/tests/cpp"
-cp "$objects"/this/tests/cpp/{test_cpp,ampfuse_cpp*.so} "$kit/build/tests/cpp"
+cp "$objects"/this/tests/cpp/{test_cpp,ampfuse_cpp.*.so} "$kit/build/tests/cpp"
 for named in "$@"; do
   sources=$objects/${named%%=*}-sources
   rm -rf "$sources"

@@ -10,7 +10,7 @@ from packaging_tools import ROOT, run_python
 
 FOLDER = ROOT / "examples" / "distributed"
 STEPS = 80
-FORCED = [30, 31, 60]  # the steps that are made to overflow in both programs
+FORCED = [30, 31, 60]  # the steps before STEPS that are made to overflow in both programs
 # The largest relative difference between four ranks and one. Stages of a pipeline compute what one
 # process computes, to the last bit. Tensor parallelism adds float16 numbers in another order.
 TOLERANCES = {"fp16_fsdp": 1e-3, "fp16_pipeline": 0.0}

@@ -80,6 +80,10 @@ REPORT = """
 <testcase classname="tests.python.optim.test_optim" name="test_a[2]" time="1"><skipped/></testcase>
 <testcase classname="tests.python.memory.test_memory" name="test_b" time="2.5">
 <properties><property name="processes" value="2"/></properties></testcase>
+<testcase classname="tests.python.memory.test_memory" name="test_c" time="4">
+<properties><property name="compiling" value="3"/></properties></testcase>
+<testcase classname="tests.python.memory.test_memory" name="test_d" time="4">
+<properties><property name="compiling" value="1"/></properties></testcase>
 </testsuite></testsuites>
 """
 CTEST = """
@@ -103,13 +107,14 @@ def test_slow_files_and_the_budget_are_read_from_the_reports(tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", [*flags, "--budget"])
     test_times.main()
     minutes, cases = test_times.budget()
-    expected = f"make test: 2.0 of {minutes:.0f} minutes, 3 of {cases} cases"
+    expected = f"make test: 2.0 of {minutes:.0f} minutes, 5 of {cases} cases"
     assert capsys.readouterr().out.strip() == expected
 
     monkeypatch.setattr(sys, "argv", flags)
     test_times.main()
     printed = capsys.readouterr().out
-    for row in ("starts processes | 1 | 2", "C++ | 1 | 5", "builds: CUDA kernels | 1 | 9"):
+    kinds = ("starts processes | 1 | 2", "C++ | 1 | 5", "builds: CUDA kernels | 1 | 9")
+    for row in (*kinds, "torch.compile | 1 | 4", "in the test's process | 2 | 65"):
         assert f"| {row} |" in printed
 
     assert all((ROOT / name).is_file() for name in test_times.SLOW_FILES)

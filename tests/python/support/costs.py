@@ -1,7 +1,7 @@
 """A pytest plugin that records what each test spends its time on, as properties in the report.
 
 `tools/test_times.py` makes tables of the reports. `processes` is the number of processes that a
-test started; `compiling` is the time in seconds that torch.compile took.
+test started; `compiling` is the time in seconds that torch.compile took, except in fixtures.
 """
 
 import multiprocessing.process
@@ -38,11 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
     base.start = _counted(base.start)  # type: ignore[method-assign]
 
 
-def _seconds_compiling() -> float:
+def _compile_times() -> dict[str, list[float]]:
     # A test may have replaced the module by another object.
     dynamo = sys.modules.get("torch._dynamo.utils")
-    times = getattr(dynamo, "compilation_time_metrics", {})
-    return sum(sum(times.get(name, ())) for name in _COMPILING)
+    return getattr(dynamo, "compilation_time_metrics", {})
 
 
 @pytest.hookimpl(wrapper=True)
@@ -54,13 +53,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Measure compilations by the test, but not by fixtures: these reset the compiler's times."""
-    before = _seconds_compiling()
+    """Measure compilations by the test. Fixtures reset the compiler's times after it."""
+    for name in _COMPILING:
+        _compile_times().pop(name, None)
     try:
         return (yield)
     finally:
-        if _seconds_compiling() > before:
-            item.user_properties.append(("compiling", round(_seconds_compiling() - before, 2)))
+        seconds = sum(sum(_compile_times().get(name, ())) for name in _COMPILING)
+        if seconds > 0:
+            item.user_properties.append(("compiling", round(seconds, 2)))
 
 
 @pytest.hookimpl(wrapper=True)
