@@ -9,8 +9,8 @@ import warm
 from packaging_tools import ROOT, run_python
 
 FOLDER = ROOT / "examples" / "distributed"
-STEPS = 80
-FORCED = [30, 31, 60]  # the steps before STEPS that are made to overflow in both programs
+STEPS = 100
+FORCED = [30, 31, 60, 90]  # the steps that are made to overflow in both programs
 # The largest relative difference between four ranks and one. Stages of a pipeline compute what one
 # process computes, to the last bit. Tensor parallelism adds float16 numbers in another order.
 TOLERANCES = {"fp16_fsdp": 1e-3, "fp16_pipeline": 0.0}
@@ -74,9 +74,9 @@ def test_model_learns_with_clipped_gradients_and_skips_only_forced_overflows(run
         assert max(scales) > 2**16
 
         assert result["losses"][0] > 4
-        assert result["losses"][-1] < 1.75  # the least possible loss is log 4, 1.39
+        assert result["losses"][-1] < 1.65  # the least possible loss is log 4, 1.39
         assert max(filter(None, result["ranks"][0]["norms"])) > 0.5  # the limit
         lines = result["printed"].splitlines()
         assert len(lines) == STEPS / 20
-        last = r"step +80   loss 1\.\d+   scale +32,768   norm 0\.\d+   skipped 3"
+        last = r"step +100   loss 1\.\d+   scale +32,768   norm 0\.\d+   skipped 4"
         assert re.fullmatch(last, lines[-1])
