@@ -222,6 +222,7 @@ PYBIND11_MODULE(ampfuse_cpp, m) {
   bind_autocast_guard(m);
   bind_optim_exchange(m);
 #ifdef WITH_CHECKPOINT
-  bind_checkpoint(m.def_submodule("checkpoint"));
+  py::module_ checkpoint = m.def_submodule("checkpoint");
+  bind_checkpoint(checkpoint);
 #endif
 }

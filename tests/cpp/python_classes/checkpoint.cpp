@@ -7,7 +7,7 @@
 #include "../training.h"
 #include "python_classes.h"
 
-void bind_checkpoint(py::module_ m) {
+void bind_checkpoint(py::module_& m) {
   using ampfuse::Training;
   namespace checkpoint = ampfuse::checkpoint;
   py::register_exception<checkpoint::Error>(m, "Error", PyExc_RuntimeError);

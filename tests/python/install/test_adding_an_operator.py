@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from packaging_tools import NVCC, ROOT, SITE, environment, run, source_files
+from packaging_tools import NVCC, ROOT, SITE, environment, run, source_files, write_if_changed
 
 PAGE = (ROOT / "docs" / "adding_an_operator.md").read_text()
 SECOND = Path(os.environ.get("AMPFUSE_SECOND_CHECKOUT", ROOT / "build" / "packaging"))
@@ -56,10 +56,7 @@ def copy():
         (COPY / name).unlink()
     for name in sources:
         content = change[name].encode() if name in change else (ROOT / name).read_bytes()
-        target = COPY / name
-        if not target.exists() or target.read_bytes() != content:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
+        write_if_changed(COPY / name, content)
     options = {
         "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_INSTALL_PREFIX": COPY / "python" / "ampfuse",
@@ -73,13 +70,11 @@ def copy():
     }
     # A batch of their own for the new sources leaves the others' batches as they are in ccache.
     new = [name for name in new_files() if re.match(r"csrc/.*\.cpp", name)]
-    BUILD.mkdir(exist_ok=True)
     batch = "".join(f'#include "../{name}"\n' for name in new)
-    if not (BUILD / "new.cpp").exists() or (BUILD / "new.cpp").read_text() != batch:
-        (BUILD / "new.cpp").write_text(batch)
+    write_if_changed(BUILD / "new.cpp", batch.encode())
     (BUILD / "new.cmake").write_text(
-        f"set_property(SOURCE {' '.join(new)} PROPERTY SKIP_UNITY_BUILD_INCLUSION ON)\n"
-        f"set_property(SOURCE {' '.join(new)} PROPERTY HEADER_FILE_ONLY ON)\n"
+        f"set_source_files_properties({' '.join(new)} PROPERTIES\n"
+        "  SKIP_UNITY_BUILD_INCLUSION ON HEADER_FILE_ONLY ON)\n"
         f'cmake_language(DEFER CALL target_sources ampfuse PRIVATE "{BUILD}/new.cpp")\n'
     )
     options["CMAKE_PROJECT_INCLUDE"] = BUILD / "new.cmake"

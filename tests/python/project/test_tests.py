@@ -66,9 +66,9 @@ def test_report_has_the_processes_and_the_compilations_of_a_test(tmp_path):
     plugin = f"import sys\nsys.path.append({str(SUPPORT)!r})\npytest_plugins = ('costs',)\n"
     (tmp_path / "conftest.py").write_text(plugin)
     (tmp_path / "test_costly.py").write_text(COSTLY)
-    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", tmp_path]
-    options = {"cwd": tmp_path, "capture_output": True, "text": True}
-    done = warm.run([*map(str, command), "--junitxml=report.xml", "test_costly.py"], **options)
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(tmp_path)]
+    command += ["--junitxml=report.xml", "test_costly.py"]
+    done = warm.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     (test,) = test_times.tests_of(tmp_path / "report.xml")
     assert (test.processes, test.compiling > 0) == (1, True)

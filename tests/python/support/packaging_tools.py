@@ -66,16 +66,18 @@ def build_program(source: Path, build: Path, *options: str) -> None:
     run("cmake", "--build", build)
 
 
-def built_program(name: str, files: dict[str, str]) -> Path:
-    """Return the build folder of a program that consists of these files.
+def write_if_changed(file: Path, content: bytes) -> None:
+    """Write a file. If it has this content already, it keeps its time: no need to compile it."""
+    if not file.exists() or file.read_bytes() != content:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
 
-    It stays between runs. Files that are unchanged keep their times, and are not compiled again.
-    """
+
+def built_program(name: str, files: dict[str, str]) -> Path:
+    """Return the build folder of a program that consists of these files. It stays between runs."""
     folder = PROGRAMS / name
-    folder.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
-        if not (folder / file).exists() or (folder / file).read_text() != text:
-            (folder / file).write_text(text)
+        write_if_changed(folder / file, text.encode())
     build_program(folder, folder / "build")
     return folder / "build"
 
