@@ -10,7 +10,8 @@
 #   BUDGET=340 STAGES="compare bench" VARIANTS=whole_rows \
 #     COMPARE="--runs 3 --bench cross_entropy -- --cases train/*x50257/float32" benchmarks/gpu.sh
 #
-# The variant held_twice is for train/*/bfloat16 of 257 to 16,384 classes.
+# The variant held_twice is for train/*/bfloat16 of 257 to 16,384 classes, quick_floats for
+# train/*/float32 of any number.
 #
 # OUT          where the results go
 # KIT          what benchmarks/gpu_kit.sh has built elsewhere; with it nothing is compiled here

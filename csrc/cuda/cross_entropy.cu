@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "../ops/cross_entropy.h"
@@ -93,9 +94,9 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
     const bool plain = is_plain(arguments) && !with_metrics;
     const bool has_positions = arguments.has_positions();
     const DeviceRoom room = device_room(stream);
-    const auto launch = [&]<typename Team, RowWork kWork>() {
+    const auto launch = [&]<typename Team, RowWork kWork, typename logit_t = scalar_t>() {
       const auto [blocks, kept, shared] =
-          row_launch<scalar_t, Team, kWork>(room, rows, input.size(1), with_grad);
+          row_launch<logit_t, Team, kWork>(room, rows, input.size(1), with_grad);
       const at::Tensor losses = at::empty({is_per_row ? 0 : blocks}, divisor.options());
       const auto workspace = launch_weigh(stream, arguments, table, divisor.options());
       CrossEntropyReduction reduction =
@@ -104,9 +105,9 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
       if (denominator) reduction.denominator = denominator->const_data_ptr<double>();
       reduction.limit = arguments.gradient_limit;
       reduction.baked_scale = outputs.baked_scale.mutable_data_ptr<float>();
-      dispatch_gradient<scalar_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
+      dispatch_gradient<logit_t, Team>(grad.scalar_type(), [&]<typename grad_t>() {
         auto* const loss = outputs.loss.mutable_data_ptr<acc_t>();
-        const CrossEntropyResults<scalar_t, grad_t> results = {
+        const CrossEntropyResults<logit_t, grad_t> results = {
             .row_losses = is_per_row ? loss : nullptr,
             .reduced = {.loss = is_per_row ? nullptr : loss,
                         .of_blocks = losses.mutable_data_ptr<double>(),
@@ -120,11 +121,19 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
             .lse = with_metrics ? outputs.lse.mutable_data_ptr<acc_t>() : nullptr,
             .entropy = with_metrics ? outputs.entropy.mutable_data_ptr<acc_t>() : nullptr,
             .argmax = with_metrics ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr};
-        stream.launch(cross_entropy_forward_kernel<scalar_t, Team, kWork, grad_t>,
-                      LaunchShape{blocks, Team::kBlock, shared}, table, reduction, results, kept);
+        stream.launch(cross_entropy_forward_kernel<logit_t, Team, kWork, grad_t>,
+                      LaunchShape{blocks, Team::kBlock, shared},
+                      std::bit_cast<CrossEntropyTable<logit_t>>(table), reduction, results, kept);
       });
     };
     if (has_positions) return for_positions(plain, launch);
+    if constexpr (std::is_same_v<scalar_t, float>) {
+      if (plain && grad.scalar_type() == at::kFloat && has_variant("quick_floats")) {
+        return for_plain_rows<QuickFloat>(room, input.size(1), [&]<typename Team, RowWork kWork>() {
+          launch.template operator()<Team, kWork, QuickFloat>();
+        });
+      }
+    }
     for_forward_rows<scalar_t>(room, input.size(1), plain, launch);
   });
 }

@@ -28,14 +28,18 @@ inline IndexType index_type(const at::Tensor& target) {
 
 /// Calls run.operator()<grad_t>() with the type of the gradient, even if none is asked for: the
 /// type of the logits, or a 16-bit type for float logits. Kernels for image positions (Team::kSize
-/// of 1) exist only for the type of the logits; no caller needs another.
+/// of 1) and for QuickFloat exist only for the type of the logits; no caller needs another.
 template <typename scalar_t, typename Team, typename Run>
 void dispatch_gradient(at::ScalarType dtype, const Run& run) {
   if constexpr (std::is_same_v<scalar_t, float> && Team::kSize > 1) {
     if (dtype == at::kHalf) return run.template operator()<c10::Half>();
     if (dtype == at::kBFloat16) return run.template operator()<c10::BFloat16>();
   }
-  return run.template operator()<scalar_t>();
+  if constexpr (std::is_same_v<scalar_t, QuickFloat>) {
+    run.template operator()<float>();
+  } else {
+    run.template operator()<scalar_t>();
+  }
 }
 
 inline RowsAt rows_at(const at::Tensor& rows) {

@@ -61,7 +61,8 @@ __device__ __forceinline__ double number_of(math::InTwo<float> x) {
   return static_cast<double>(x.high) + x.low;
 }
 // Returns an exponential in the type of the logits.
-__device__ __forceinline__ double kept_number(double x) {
+template <typename T>
+__device__ __forceinline__ T kept_number(T x) {
   return x;
 }
 __device__ __forceinline__ float kept_number(math::InTwo<float> x) {

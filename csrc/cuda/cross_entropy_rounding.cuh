@@ -5,6 +5,7 @@
 #include <c10/util/Half.h>
 
 #include "../math/lane.h"
+#include "cross_entropy_exponential.cuh"
 #include "vectorized.cuh"
 
 namespace ampfuse {
@@ -52,17 +53,19 @@ __device__ __forceinline__ void widen(const Pack<c10::BFloat16, kCount>& pack, f
 template <typename T>
 class PackMaximum {
  public:
+  using acc_t = RowAcc<T>;
+
   template <int kCount>
   __device__ __forceinline__ void add(const Pack<T, kCount>& pack) {
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) largest_ = math::Lane<T>::larger(largest_, pack.value[e]);
+    for (const T x : pack.value) largest_ = math::Lane<acc_t>::larger(largest_, x);
   }
 
   // Returns −∞ if nothing was added.
-  __device__ T get() const { return largest_; }
+  __device__ acc_t get() const { return largest_; }
 
  private:
-  T largest_ = -HUGE_VALF;
+  acc_t largest_ = -HUGE_VALF;
 };
 
 // The version for 16-bit numbers: add() takes one instruction per two numbers, and get() combines

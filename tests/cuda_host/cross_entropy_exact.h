@@ -62,13 +62,17 @@ struct Exact {
 
   // Returns the number of elements of a row's gradient that are not right. The error may be one
   // unit of the last place. Double logits are computed in double, with no wider type, so z − m is
-  // rounded. The exponential of a float logit is rounded to float before it is multiplied.
+  // rounded. The exponential of a float logit is rounded to float before it is multiplied; that of
+  // a QuickFloat is 0 below 2⁻¹²⁶.
   int gradient_misses(const Batch& batch, int64_t row, long double of_terms) const {
     const Type type = batch.grad.type;
-    const long double ulps = type == kDouble ? 100 : type == kFloat ? 1.6L : 1;
+    const int quick = batch.options.quick_ulps;
+    const long double ulps = type == kDouble ? 100 : type != kFloat ? 1 : quick > 0 ? quick : 1.6L;
+    const long double least = quick > 0 ? 0x1p-125L * std::fabs(batch.baked / batch.divisor) : 0;
     int misses = 0;
     for (int c = 0; c < batch.classes; ++c) {
-      const long double allowed = last_place(type, gradient[c]) * ulps + of_terms * largest_term[c];
+      const long double allowed =
+          least + last_place(type, gradient[c]) * ulps + of_terms * largest_term[c];
       misses += !(std::fabs(batch.gradient_of(row, c) - gradient[c]) <= allowed);
     }
     return misses;

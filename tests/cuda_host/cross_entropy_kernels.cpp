@@ -77,6 +77,10 @@ void forward(Batch& batch, Team team) {
   const auto run = [&]<typename scalar_t, typename grad_t, typename RowTeam, RowWork kWork>() {
     launch<scalar_t, grad_t, RowTeam, kWork>(batch);
   };
+  if (batch.options.quick_ulps > 0) {
+    if (team == Team::kWarp) return launch<ampfuse::QuickFloat, float, Warp, kPlain>(batch);
+    return launch<ampfuse::QuickFloat, float, Block, kPlain>(batch);
+  }
   const bool is_known =
       is_launched<Half, Half, kHeld, Few, Warp, BlockTeam<64>, Block>(it, run) ||
       is_launched<Half, Half, kPlain, PositionTeam, Wide, Widest>(it, run) ||

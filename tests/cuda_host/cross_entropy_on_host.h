@@ -47,6 +47,7 @@ struct Options {
   bool probabilities = false;
   bool metrics = false;
   bool in_place = false;
+  int quick_ulps = 0;  // not 0: the variant quick_floats, with this error of a gradient
   float scale = 64;
   float limit = INFINITY;               // upper bound of |scale / divisor|
   std::optional<int> kept_pieces = {};  // packs of a row per thread that fit in shared memory

@@ -63,6 +63,10 @@ TEST_CASE("rows have the exact loss and gradient, rounded", "[asan]") {
       {Team::kWide, 3, {4095, 9001}, {kBFloat16, kFloat}},
       {Team::kWide, 3, {16387}, {kHalf, kBFloat16}},  // too long to be held
       {Team::kWidest, 3, {8191}, {kFloat}}};
+  for (const bool in_place : {false, true}) {
+    run_and_check(kFloat, Team::kWarp, 9, 1021, 1, {.in_place = in_place, .quick_ulps = 16});
+    run_and_check(kFloat, Team::kBlock, 3, 2501, 3, {.in_place = in_place, .quick_ulps = 16});
+  }
   for (const auto& [team, rows, sizes, types] : all) {
     for (const Type type : types) {
       for (const int classes : sizes) {

@@ -22,6 +22,7 @@ void check_everywhere(Type type, const Logit& logit) {
     check_logits(type, Team::kFewLanes, 9, 77, logit, not_kept);
     check_logits(type, Team::kWarp, 5, 531, logit, partly_kept);
     check_logits(type, Team::kBlock, 3, 4101, logit, partly_kept);
+    check_logits(type, Team::kWarp, 5, 531, logit, {.quick_ulps = 64, .kept_pieces = 2});
   } else {
     check_logits(type, Team::kFewLanes, 9, 77, logit);
     check_logits(type, Team::kWarp, 5, 531, logit);
@@ -130,6 +131,7 @@ TEST_CASE("a row without a distribution is NaN and does not change others", "[as
     check_no_distribution(type, Team::kWarp, 777);
     check_no_distribution(type, Team::kWarp, 777, {.work = RowWork::kGeneral});
     check_no_distribution(type, Team::kWide, 777, {.work = RowWork::kPlain});
+    if (type == kFloat) check_no_distribution(type, Team::kWarp, 777, {.quick_ulps = 64});
     if (type == kBFloat16) {
       check_no_distribution(type, Team::kHalfWarp, 777, {.work = RowWork::kHeldTwice});
     }
