@@ -10,12 +10,6 @@ from ampfuse import _C, ops  # noqa: E402  (both need the library)
 from ampfuse._accumulate import accumulate  # noqa: E402
 from ampfuse.amp import GradScaler, ScaleCollapseError, ScaleRecord  # noqa: E402
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
-from ampfuse.cpp_archive import (  # noqa: E402
-    load_cpp_optimizer_state,
-    load_cpp_scaler_state,
-    save_cpp_optimizer_state,
-    save_cpp_scaler_state,
-)
 from ampfuse.graphed_step import GraphedStep  # noqa: E402
 from ampfuse.losses import (  # noqa: E402
     CrossEntropyLoss,
@@ -49,13 +43,9 @@ __all__ = [
     "get_total_norm",
     "has_cuda",
     "linear_cross_entropy",
-    "load_cpp_optimizer_state",
-    "load_cpp_scaler_state",
     "ops",
     "patch",
     "patched",
-    "save_cpp_optimizer_state",
-    "save_cpp_scaler_state",
     "unpatch",
 ]
 

@@ -215,11 +215,9 @@ class AMPFUSE_API GradScaler {
   /// \throws c10::Error if other entries are missing, or any are invalid. Nothing is loaded then.
   void load_state_dict(const c10::impl::GenericDict& state_dict);
 
-  /// Saves the state dictionary in an archive; torch::save(scaler, file) calls this. Python reads
-  /// such files with ampfuse.load_cpp_scaler_state.
+  /// Saves the state dictionary in an archive; torch::save(scaler, file) calls this.
   void save(torch::serialize::OutputArchive& archive) const;
-  /// Loads the state dictionary from an archive; torch::load(scaler, file) calls this. Python
-  /// writes such files with ampfuse.save_cpp_scaler_state.
+  /// Loads the state dictionary from an archive; torch::load(scaler, file) calls this.
   ///
   /// \throws c10::Error in the same cases as load_state_dict(). Nothing is loaded then.
   void load(torch::serialize::InputArchive& archive);

@@ -156,10 +156,8 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
   void sync_masters_from_model();
 
   /// Writes the entries that torch::optim::AdamW writes, and further ones; torch::save(optimizer,
-  /// file) calls this. torch::optim::AdamW and this class load each other's archives, and Python
-  /// reads and writes them, too (ampfuse.load_cpp_optimizer_state,
-  /// ampfuse.save_cpp_optimizer_state). Parameters are not saved; remainders are saved as the float
-  /// masters that they represent.
+  /// file) calls this. torch::optim::AdamW and this class load each other's archives. Parameters
+  /// are not saved; remainders are saved as the float masters that they represent.
   void save(torch::serialize::OutputArchive& archive) const override;
 
   /// Loads groups and state, converted to this optimizer's `master_weights` and `state_dtype`;

@@ -5,5 +5,4 @@
 
 namespace py = pybind11;
 
-void bind_optim_exchange(py::module_& m);
 void bind_checkpoint(py::module_& m);  // exists if xxhash and nlohmann-json were found

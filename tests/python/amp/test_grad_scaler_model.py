@@ -137,8 +137,8 @@ class Run:
         elif not self.model.is_between_updates():
             fresh = self.language.scaler(CPU)
             with tempfile.NamedTemporaryFile() as file:
-                self.language.save(self.scaler, file.name)
-                self.language.load(fresh, file.name)
+                self.scaler.save(file.name)
+                fresh.load(file.name)
             self.take(fresh)
 
     def pickle_python(self):

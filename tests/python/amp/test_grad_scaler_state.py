@@ -7,7 +7,6 @@ import pickle
 import ampfuse
 import pytest
 import torch
-from ampfuse.cpp_archive._file import write_archive
 from scaler_languages import EVERY_LANGUAGE, LANGUAGES, step_by
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.nn import Parameter
@@ -96,35 +95,19 @@ def test_incomplete_pickles_are_refused(device):
         scaler.__setstate__({"_enabled": True, "_device": "cpu"})
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
 def test_cpp_loads_none_of_the_entries_of_an_invalid_archive(tmp_path):
     scaler = CPP.scaler()
     before = scaler.state_dict()
     (tmp_path / "garbage").write_bytes(b"garbage")
-    write_archive({"scale": 1.0}, tmp_path / "truncated")
+    truncated = torch.nn.Module()
+    truncated.scale = 1.0
+    torch.jit.save(torch.jit.script(truncated), tmp_path / "truncated")
     with pytest.raises(RuntimeError):
-        CPP.load(scaler, tmp_path / "garbage")
+        scaler.load(str(tmp_path / "garbage"))
     with pytest.raises(ValueError, match='expected an entry "growth_factor", got none'):
-        CPP.load(scaler, tmp_path / "truncated")
+        scaler.load(str(tmp_path / "truncated"))
     assert scaler.state_dict() == before
-
-
-def test_archive_functions_convert_states_of_torchs_scaler_and_refuse_other_ones(tmp_path):
-    optimizer, theirs = ampfuse.AdamW([torch.zeros(2)]), torch.amp.GradScaler("cpu", 32)
-    file = tmp_path / "scaler.pt"
-    for state in (optimizer.state_dict(), {}, {"scale": 1.0}):
-        with pytest.raises(KeyError, match=r"has no .(scale|growth_factor).; it has"):
-            ampfuse.save_cpp_scaler_state(state, file)
-    assert not file.exists()
-
-    ampfuse.save_cpp_optimizer_state(optimizer.state_dict(), file)
-    with pytest.raises(ValueError, match="expected a scaler that was saved in C"):
-        ampfuse.load_cpp_scaler_state(file)
-    ampfuse.save_cpp_scaler_state(theirs.state_dict(), file)
-    with pytest.raises(ValueError, match="expected an Adam or AdamW optimizer that was saved"):
-        ampfuse.load_cpp_optimizer_state(file)
-    scaler = CPP.scaler()
-    CPP.load(scaler, file)
-    assert scaler.state_dict().items() >= theirs.state_dict().items()
 
 
 @EVERY_LANGUAGE

@@ -185,43 +185,35 @@ def test_training_in_python_and_cpp_has_the_same_bits(device, optimizer, limit):
         assert states[0] == states[1]
 
 
-def trained_in_turns(device, turns, carry):
+def trained_in_turns(device, turns):
     """Train for five steps in each turn, with a scaler that continues from the one before."""
     network, batches, before = model(device), data(device, 5 * len(turns)), None
     for number, (language, make_scaler) in enumerate(turns):
         scaler = make_scaler()
         if before is not None:
-            carry(before, (language, scaler))
+            scaler.load_state_dict(before.state_dict())
         optimizer = language.sgd(list(network.parameters()), lr=0.1)
         train("plain", scaler, network, optimizer, batches[5 * number :][:5], overflows={3})
-        before = language, scaler
+        before = scaler
     return list(network.parameters()), scaler.state_dict()
 
 
 @pytest.mark.parametrize("languages", [(PYTHON, CPP), (CPP, PYTHON)], ids=["to C++", "to Python"])
-def test_training_continues_in_the_other_language_and_back(device, languages, tmp_path):
-    def carry(before, after):
-        (language, scaler), (other_language, other) = before, after
-        language.save(scaler, tmp_path / "scaler.pt")
-        other_language.load(other, tmp_path / "scaler.pt")
-
+def test_training_continues_in_the_other_language_and_back(device, languages):
     one, other = ((each, partial(each.scaler, device, 64.0, **OPTIONS)) for each in languages)
-    expected_params, expected_state = trained_in_turns(device, [one, one, one], carry)
-    params, state = trained_in_turns(device, [one, other, one], carry)
+    expected_params, expected_state = trained_in_turns(device, [one, one, one])
+    params, state = trained_in_turns(device, [one, other, one])
     assert_same_bits(params, expected_params)
     assert state == expected_state
 
 
 @EVERY_LANGUAGE
 def test_training_continues_with_torchs_scaler_and_back(language, device):
-    def carry(before, after):
-        after[1].load_state_dict(before[1].state_dict())
-
     torchs = PYTHON, partial(torch.amp.GradScaler, device.type, 64.0, growth_interval=3)
     ours = language, partial(language.scaler, device, 64.0, growth_interval=3)
-    expected_params, expected_state = trained_in_turns(device, [torchs, torchs, torchs], carry)
+    expected_params, expected_state = trained_in_turns(device, [torchs, torchs, torchs])
     for turns in ([torchs, ours, torchs], [ours, torchs, ours]):
-        params, state = trained_in_turns(device, turns, carry)
+        params, state = trained_in_turns(device, turns)
         assert_same_bits(params, expected_params)
         assert state.items() >= expected_state.items()
 

@@ -202,16 +202,6 @@ def test_error_names_the_mistake_and_the_remedy(mistake, expected):
     assert message in str(caught.value)
 
 
-def test_error_names_the_kind_of_file_that_is_no_cpp_archive(tmp_path):
-    file = tmp_path / "scaler.pt"
-    torch.save({"scale": 1.0}, file)
-    for found in ("one of torch.save in Python; torch.load", "a damaged or different file"):
-        message = f"scaler.pt: expected an archive of torch::save in C++, got {found}"
-        with pytest.raises(ValueError, match=re.escape(message)):
-            ampfuse.load_cpp_scaler_state(file)
-        file.write_bytes(b"no archive")
-
-
 def test_history_without_history_argument_is_warned_about():
     with pytest.warns(UserWarning, match=r"make it with GradScaler\(history=100\)"):
         assert ampfuse.GradScaler("cpu").history() == []

@@ -21,7 +21,6 @@ IN_ORDER = [
 APART = [
     *("compile", "distributed"),  # below
     *("lightning", "accelerate", "transformers"),
-    "cpp",  # test_cpp_programs.py
     "checkpoints",  # test_checkpoint_page.py
     "fp16",  # test_distributed_examples.py
     "adding_an_operator",  # install/test_adding_an_operator.py

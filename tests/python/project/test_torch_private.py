@@ -55,7 +55,7 @@ OBJECTS = {
 # ampfuse sets _dynamo_marked_constant for torch, which may ignore it. Instances of FSDP1 have
 # _handle, on which the tests of join_ranks depend. The others are Python's.
 OTHERS = {"_asdict", "_exit", "_dynamo_marked_constant", "_current_frames", "_fields", "_getframe"}
-OTHERS |= {"_handle"}
+OTHERS |= {"_handle", "_replace"}
 
 
 def test_torch_has_the_private_names_in_use():

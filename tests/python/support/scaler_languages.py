@@ -17,28 +17,12 @@ class Python:
     def scaler(device, init_scale=65536.0, **options):
         return ampfuse.GradScaler(device.type, init_scale, **options)
 
-    @staticmethod
-    def save(scaler, file):
-        ampfuse.save_cpp_scaler_state(scaler.state_dict(), file)
-
-    @staticmethod
-    def load(scaler, file):
-        scaler.load_state_dict(ampfuse.load_cpp_scaler_state(file))
-
 
 class Cpp:
     """The parts of a training loop in C++."""
 
     scaler, sgd, adamw, lbfgs = cpp.GradScaler, cpp.SGD, cpp.AdamW, cpp.LBFGS
     misuse = RuntimeError
-
-    @staticmethod
-    def save(scaler, file):
-        scaler.save(str(file))
-
-    @staticmethod
-    def load(scaler, file):
-        scaler.load(str(file))
 
 
 LANGUAGES = {"Python": Python, "C++": Cpp}
