@@ -14,7 +14,7 @@ from pathlib import Path
 
 import ampfuse.memory
 import torch
-from ampfuse.memory._recorder import blocks_of
+from ampfuse.tools.memory.recorder import blocks_of
 from harness.memory import extra_peak
 from models import GPT2, Size, ViT
 from torch import Tensor, nn

@@ -19,8 +19,8 @@ from statistics import fmean, median
 
 import ampfuse
 import torch
-from ampfuse.diagnosis import _clock
-from ampfuse.diagnosis._diagnosis import Diagnosis
+from ampfuse.tools.diagnosis import clock
+from ampfuse.tools.diagnosis.diagnosis import Diagnosis
 from harness.timing import cache_flusher
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -39,8 +39,8 @@ def main() -> None:
     torch.set_num_threads(1)
     epoch = training(options.width)
     epoch()
-    pause, run = fmean(_clock.PAUSES), _clock.RUN
-    _clock.PAUSES = FOREVER, FOREVER
+    pause, run = fmean(clock.PAUSES), clock.RUN
+    clock.PAUSES = FOREVER, FOREVER
     measured_first = {"measured": FOREVER, "pause": 1}
     plain: list[float] = []
     added: dict[str, list[float]] = {kind: [] for kind in measured_first}
@@ -49,7 +49,7 @@ def main() -> None:
         for kind in random.sample(["plain", *measured_first], 3):
             with ExitStack() as exits:
                 if kind in measured_first:
-                    _clock.ALWAYS_MEASURED = measured_first[kind]
+                    clock.ALWAYS_MEASURED = measured_first[kind]
                     exits.callback(Diagnosis().stop)
                 times[kind] = epoch()
         plain.append(times["plain"])

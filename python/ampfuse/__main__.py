@@ -9,18 +9,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from ampfuse.command import options, page, program, report, show
-from ampfuse.diagnosis._diagnosis import Diagnosis
 from ampfuse.env import describe
 from ampfuse.patching import patch
 from ampfuse.patching._parts import PARTS
 from ampfuse.patching._scalers import RECORDING
+from ampfuse.tools.command import options, page, program, report, show
+from ampfuse.tools.diagnosis.diagnosis import Diagnosis
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run `python -m ampfuse` with these arguments."""
     if arguments and arguments[0] in ("memory", "compare", "advise"):
-        importlib.import_module(f"ampfuse.command.{arguments[0]}").main(arguments[1:])
+        importlib.import_module(f"ampfuse.tools.command.{arguments[0]}").main(arguments[1:])
     chosen = options.parse(arguments)
     if chosen.name == "env" and not chosen.is_module:
         show.table(describe())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ampfuse.optim._grad_norm import device_of
+from ampfuse.gradients.norms import device_of
 
 IGNORED = -100  # targets that torch's cross-entropy leaves out by default
 

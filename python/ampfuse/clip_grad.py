@@ -18,10 +18,10 @@ from torch.nn.utils import clip_grads_with_norm_ as torch_clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as torch_get_total_norm
 
 from ampfuse import ops
-from ampfuse._dtensors import is_distributed, is_dtensor, local
 from ampfuse._graphs import traced_as
-from ampfuse._mistakes import note_clip
-from ampfuse.optim._grad_norm import norm_of_shards, rounded
+from ampfuse.gradients.mistakes import note_clip
+from ampfuse.gradients.norms import norm_of_shards, rounded
+from ampfuse.gradients.shards import is_distributed, is_dtensor, local
 
 TensorOrTensors = Tensor | Iterable[Tensor]
 T = TypeVar("T")

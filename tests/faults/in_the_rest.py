@@ -93,28 +93,28 @@ FAULTS = [
     # --- memory ---
     Fault(
         "The account takes the forward of an optimizer's closure for a part of its step.",
-        "python/ampfuse/memory/_recorder.py",
+        "python/ampfuse/tools/memory/recorder.py",
         "phase = STEP if self._stepping and not torch.is_grad_enabled() else FORWARD",
         "phase = STEP if self._stepping else FORWARD",
         "tests/python/memory",
     ),
     Fault(
         "A plan lists allowed changes that save nothing.",
-        "python/ampfuse/memory/_plan.py",
+        "python/ampfuse/tools/memory/plan.py",
         "if changed.peak()[0] < record.peak()[0]:",
         "if changed.peak()[0] <= record.peak()[0]:",
         "tests/python/memory",
     ),
     Fault(
         "If the whole batch is a multiple of the largest one, it gets one micro-batch too many.",
-        "python/ampfuse/memory/_batch.py",
+        "python/ampfuse/tools/memory/batch.py",
         "count = -(-effective // largest)",
         "count = effective // largest + 1",
         "tests/python/memory",
     ),
     Fault(
         "The monitor counts no more steps after the first optimizer is gone.",
-        "python/ampfuse/memory/_monitor.py",
+        "python/ampfuse/tools/memory/monitor.py",
         "if self._first is None or self._first() is None:",
         "if self._first is None:",
         "tests/python/memory",
@@ -122,7 +122,7 @@ FAULTS = [
     # --- precision ---
     Fault(
         "A trial in float16 divides gradients of earlier micro-batches by the scale once more.",
-        "python/ampfuse/precision/_scaling.py",
+        "python/ampfuse/tools/precision/scaling.py",
         """\
         if accumulated := gradients_of(params):
             torch._foreach_mul_(accumulated, self.scale)
@@ -132,7 +132,7 @@ FAULTS = [
     ),
     Fault(
         "An operator that makes infinities in float32, too, is blamed for those in 16 bits.",
-        "python/ampfuse/precision/_judge.py",
+        "python/ampfuse/tools/precision/judge.py",
         'if found["phase"] == FORWARD and key_of(found) not in expected:',
         'if found["phase"] == FORWARD:',
         "tests/python/precision",
@@ -140,7 +140,7 @@ FAULTS = [
     # --- diagnosis ---
     Fault(
         "The first step that is measured after a pause takes as long as the whole pause.",
-        "python/ampfuse/diagnosis/_clock.py",
+        "python/ampfuse/tools/diagnosis/clock.py",
         """\
         self._changes_at = self.steps + RUN
         self._reader = NoteReader()
@@ -152,7 +152,7 @@ FAULTS = [
     ),
     Fault(
         "The first start of a loader's workers counts as one that persistent workers would save.",
-        "python/ampfuse/diagnosis/_advice.py",
+        "python/ampfuse/tools/diagnosis/advice.py",
         "seconds = sum(loader.starts[1:])",
         "seconds = sum(loader.starts)",
         "tests/python/diagnosis",
@@ -160,14 +160,14 @@ FAULTS = [
     # --- commands ---
     Fault(
         "Compared medians are within noise if only one is in the middle half of the other's steps.",
-        "python/ampfuse/command/compare.py",
+        "python/ampfuse/tools/command/compare.py",
         "before[0] <= after[1] <= before[2] and after[0] <= before[1] <= after[2]",
         "before[0] <= after[1] <= before[2] or after[0] <= before[1] <= after[2]",
         "tests/python/command",
     ),
     Fault(
         "A script that is run by a symbolic link cannot import the modules beside its file.",
-        "python/ampfuse/command/program.py",
+        "python/ampfuse/tools/command/program.py",
         "sys.path[0] = os.path.dirname(os.path.realpath(file))",
         "sys.path[0] = os.path.dirname(file)",
         "tests/python/command",

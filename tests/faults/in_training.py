@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "A scaler ignores its process group if the optimizer has sharded DTensors.",
-        "python/ampfuse/amp/_gradients.py",
+        "python/ampfuse/gradients/inspection.py",
         """for group in [*groups, *([] if process_group is None else [process_group])]:""",
         """for group in groups or [process_group]:""",
         "tests/python/distributed tests/python/amp",
@@ -138,7 +138,7 @@ FAULTS = [
     ),
     Fault(
         "Masters of DTensors that the ranks share unevenly are saved with a wrong global shape.",
-        "python/ampfuse/_dtensors.py",
+        "python/ampfuse/gradients/shards.py",
         """\
         tensor.placements,  # type: ignore[attr-defined]
         shape=tensor.shape,

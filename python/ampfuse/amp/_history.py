@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ampfuse._graphs import eager_only, is_capturing, is_in_graph
 from ampfuse._host_copy import HostCopy
-from ampfuse.amp._gradients import Inspection
+from ampfuse.gradients.inspection import Inspection
 
 # The number of norms, the mean and variance of their logarithms, and the limit of the next one.
 NO_NORMS = [0.0, 0.0, 0.0, math.inf]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from ampfuse._graphs import traced_as
-from ampfuse.amp._gradients import Inspection
+from ampfuse.gradients.inspection import Inspection
 from ampfuse.optim import Adam, _traced
 
 

@@ -11,22 +11,11 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ampfuse import ops
-from ampfuse._devices import largest, on_device
 from ampfuse._graphs import at_compile_time, is_in_graph, make_static, traced_as
-from ampfuse._mistakes import Watch
 from ampfuse._nested import params_of
 from ampfuse._warning import warn_caller
 from ampfuse.amp import _policy
 from ampfuse.amp._gate import Gate
-from ampfuse.amp._gradients import (
-    Inspection,
-    add_norm_of_shards,
-    gradients_of,
-    inspect,
-    norm_for,
-    norm_or_refuse,
-    unscaled_norm,
-)
 from ampfuse.amp._history import ScaleRecord, ScalerHistory
 from ampfuse.amp._policy import Policy, torchs_options
 from ampfuse.amp._saved import COUNTERS, NORMS, check_pickled, loaded
@@ -37,9 +26,20 @@ from ampfuse.amp._tensor_step import (
     wants_the_scaler,
 )
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
+from ampfuse.gradients.backward_norms import BackwardNorms
+from ampfuse.gradients.devices import largest, on_device
+from ampfuse.gradients.inspection import (
+    Inspection,
+    add_norm_of_shards,
+    gradients_of,
+    inspect,
+    norm_for,
+    norm_or_refuse,
+    unscaled_norm,
+)
+from ampfuse.gradients.lists import groups_of
+from ampfuse.gradients.mistakes import Watch
 from ampfuse.optim import Adam
-from ampfuse.optim._backward_norms import BackwardNorms
-from ampfuse.optim._traced import groups_of
 
 # The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_adam.h).
 LARGEST_SCALE_WITHOUT_INVERSE = 2.0**-128

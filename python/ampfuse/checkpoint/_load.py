@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ampfuse._dtensors import sharded_like
 from ampfuse._random import set_random_states
 from ampfuse.checkpoint import _index
 from ampfuse.checkpoint._errors import CheckpointError, required
@@ -19,6 +18,7 @@ from ampfuse.checkpoint._ranks import from_rank_0, of_this_rank, on_all_ranks
 from ampfuse.checkpoint._shards import Region, assembled, shard_of
 from ampfuse.checkpoint._tensor_file import TensorFile
 from ampfuse.checkpoint._tree import decoded, dtype_of, in_order, tensors_of
+from ampfuse.gradients.shards import sharded_like
 
 MOST_MISTAKES = 5  # in a message
 

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ampfuse._dtensors import is_dtensor
 from ampfuse._nested import tensors_in
 from ampfuse.amp import GradScaler, ScaleRecord
 from ampfuse.amp._gate import Gate
 from ampfuse.checkpoint._tree import is_tensor, kind_of, tensors_of
+from ampfuse.gradients.shards import is_dtensor
 from ampfuse.optim._state import MOMENTS
 
 METHODS = ("state_dict", "load_state_dict")  # of objects whose state is saved

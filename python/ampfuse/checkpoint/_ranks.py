@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ampfuse._dtensors import is_distributed
 from ampfuse.checkpoint._errors import CheckpointError
 from ampfuse.checkpoint._tensor_file import hash_of, hash_of_tensor
 from ampfuse.checkpoint._tree import Encoder, TensorOf, decoded, in_order, tensors_of
+from ampfuse.gradients.shards import is_distributed
 
 OF_RANKS = "$ranks"  # {"$ranks": [a state for each rank]}
 Result = TypeVar("Result")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse._dtensors import is_dtensor, local
 from ampfuse.checkpoint._errors import CheckpointError
 from ampfuse.checkpoint._shards import Shard, shard_of
+from ampfuse.gradients.shards import is_dtensor, local
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampfuse._dtensors import is_distributed, is_dtensor
 from ampfuse._nested import params_of
 from ampfuse.distributed._buckets import Buckets
 from ampfuse.distributed._collector import Collector
+from ampfuse.gradients.backward_norms import BackwardNorms
+from ampfuse.gradients.shards import is_distributed, is_dtensor
 from ampfuse.optim import Adam
-from ampfuse.optim._backward_norms import BackwardNorms
 from ampfuse.optim._options import option
 from ampfuse.optim._wrappers import unwrapped
 

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ampfuse._dtensors import is_distributed
 from ampfuse.amp import GradScaler
+from ampfuse.gradients.shards import is_distributed
 from ampfuse.optim import Adam
 from ampfuse.optim._options import check_unscale
 from ampfuse.optim._wrappers import unwrapped

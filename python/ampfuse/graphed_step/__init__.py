@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ampfuse import _C
-from ampfuse._dtensors import local
 from ampfuse._nested import params_of
 from ampfuse.amp import GradScaler
+from ampfuse.gradients.shards import local
 from ampfuse.graphed_step._arguments import checked_split, device_of, expect, name_of
 from ampfuse.graphed_step._warm_up import warm_up
 from ampfuse.optim import Adam

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack  # a dependency of torch
 
 from ampfuse._arguments import explain, refuse_unknown
-from ampfuse._dtensors import is_dtensor
+from ampfuse.gradients.shards import is_dtensor
 from ampfuse.losses._options import (
     DEFAULTS,
     REMEDIES,

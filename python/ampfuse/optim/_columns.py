@@ -7,7 +7,6 @@ programs move optimizer state to the host and back.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_
@@ -17,26 +16,23 @@ import torch
 from torch import Tensor
 
 from ampfuse import _C
-from ampfuse._devices import on_device
-from ampfuse._dtensors import Sharding, is_dtensor, local, place_gradient, sharding_of
-from ampfuse._graphs import eager_only, traced_as
+from ampfuse._graphs import traced_as
+from ampfuse.gradients.devices import on_device
+from ampfuse.gradients.lists import GradientList, resolve_conjugate_grad
+from ampfuse.gradients.shards import is_dtensor, local, place_gradient, sharding_of
 from ampfuse.optim._options import check_params, option, state_options
 from ampfuse.optim._state import Spares, ensure
 
 
 @dataclass
-class Columns:
+class Columns(GradientList):
     """The lists of one call of the op: tensors on one device, all with masters or all without."""
 
-    device: torch.device
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
     exp_avgs: list[Tensor] = field(default_factory=list)
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
     max_exp_avg_sqs: list[Tensor] = field(default_factory=list)
     state_steps: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)
-    shardings: Sequence[Sharding | None] = ()  # one per gradient; empty if all are plain tensors
     dtensors: list[Tensor] = field(default_factory=list)  # those of which `params` has shards
     copied: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (original, copy used here)
 
@@ -231,16 +227,6 @@ def grad_kinds(columns: list[list[Columns]]) -> list[Any]:
 def is_plain(param: Tensor) -> bool:
     """Return True if kernels can take the tensor as it is."""
     return type(param) in (Tensor, torch.nn.Parameter) and not param.is_complex()
-
-
-@eager_only  # the compiler cannot trace is_conj()
-def resolve_conjugate_grad(param: Tensor) -> None:
-    """Replace a gradient that is a conjugate view, which no operator writes, by its own tensor.
-
-    Autograd makes such gradients of complex parameters.
-    """
-    if param.grad is not None and param.grad.is_conj():
-        param.grad = param.grad.resolve_conj()
 
 
 def refuse_sparse(param: Tensor) -> None:

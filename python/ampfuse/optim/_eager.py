@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ampfuse._graphs import is_capturing
-from ampfuse._mistakes import note_step_without_scaler
+from ampfuse.gradients.backward_norms import BackwardNorms
+from ampfuse.gradients.mistakes import note_step_without_scaler
 from ampfuse.optim import _options
-from ampfuse.optim._backward_norms import BackwardNorms
+from ampfuse.optim._clips import grad_norm_tensor
 from ampfuse.optim._columns import Columns
-from ampfuse.optim._grad_norm import grad_norm_tensor
 
 
 class EagerStep:

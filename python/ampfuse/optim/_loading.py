@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampfuse._dtensors import is_dtensor, local
+from ampfuse.gradients.shards import is_dtensor, local
 from ampfuse.optim._dcp import is_called_by_dcp
 from ampfuse.optim._options import (
     NEEDED,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse._dtensors import local, sharded_like
+from ampfuse.gradients.shards import local, sharded_like
 
 
 def exported(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampfuse._dtensors import local, sharded_like
 from ampfuse._graphs import is_capturing
-from ampfuse._mistakes import has_number
+from ampfuse.gradients.mistakes import has_number
+from ampfuse.gradients.shards import local, sharded_like
 from ampfuse.optim._options import STATE_DTYPES, StateOptions, state_dtype_name
 from ampfuse.optim._remainders import join, split
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 from ampfuse._graphs import at_compile_time, make_static, traced_as
-from ampfuse._measuring import may_notice
+from ampfuse.optim._clips import grad_norm_tensor
 from ampfuse.optim._columns import Columns, is_plain, localized, refuse_sparse
 from ampfuse.optim._eager import EagerStep, signals_of
-from ampfuse.optim._grad_norm import grad_norm_tensor
 from ampfuse.optim._options import option, state_options
 from ampfuse.optim._state import ensure
+from ampfuse.tools.measuring import may_notice
 
 
 def has_scheduler(optimizer: Any) -> bool:
@@ -120,19 +120,6 @@ class Traced:
                 state = optimizer.state[param]
                 ensure(state, param, of_state, optimizer._spare_masters)
                 make_static(state.values())
-
-
-def _traced_groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    if not hasattr(optimizer, "_traced"):
-        return optimizer.param_groups  # type: ignore[no-any-return]
-    optimizer._traced.begin()
-    return optimizer._traced.param_groups  # type: ignore[no-any-return]
-
-
-@traced_as(_traced_groups_of)
-def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups, for code that may be traced."""
-    return optimizer.param_groups  # type: ignore[no-any-return]
 
 
 def _traced_columns(optimizer: Any, groups: list[dict[str, Any]]) -> list[list[Columns]]:

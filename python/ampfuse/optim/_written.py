@@ -6,10 +6,10 @@ from itertools import chain
 import torch
 
 from ampfuse import _C
-from ampfuse._devices import largest
 from ampfuse._graphs import is_capturing
 from ampfuse._host_copy import HostCopy
 from ampfuse._warning import warn_caller
+from ampfuse.gradients.devices import largest
 from ampfuse.optim._columns import Columns
 from ampfuse.optim._state import adopt_param
 

@@ -16,16 +16,18 @@ from torch.optim.optimizer import ParamsT
 
 from ampfuse import ops
 from ampfuse._arguments import refuse_unknown
-from ampfuse._dtensors import refuse_common_ranks
 from ampfuse._graphs import traced_as
+from ampfuse.gradients.backward_norms import BackwardNorms
+from ampfuse.gradients.lists import groups_of
+from ampfuse.gradients.norms import found_by_any
+from ampfuse.gradients.shards import refuse_common_ranks
 from ampfuse.optim import _loading, _options
-from ampfuse.optim._backward_norms import BackwardNorms
+from ampfuse.optim._clips import Clip, group_clips
 from ampfuse.optim._columns import ColumnCache, Columns, about_parameter, refuse_sparse
 from ampfuse.optim._dcp import is_called_by_dcp
-from ampfuse.optim._grad_norm import Clip, found_by_any, group_clips
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import Spares, renew_master
-from ampfuse.optim._traced import Traced, groups_of, step_of
+from ampfuse.optim._traced import Traced, step_of
 from ampfuse.optim._wrappers import is_wrapped_by_accelerate
 from ampfuse.optim._written import WrittenParams
 from ampfuse.optim._zero import is_constructed_by_zero, refuse_limits

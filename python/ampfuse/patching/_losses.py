@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from torch.utils._device import DeviceContext
 
-from ampfuse._devices import is_served
 from ampfuse._graphs import traced_as
+from ampfuse.gradients.devices import is_served
 from ampfuse.losses._options import REDUCTIONS
 from ampfuse.optim._state import DTYPES_16_BIT
 from ampfuse.patching._usage import Usage

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse import optim
-from ampfuse._devices import is_served
 from ampfuse._graphs import eager_only
+from ampfuse.gradients.devices import is_served
 from ampfuse.optim._options import OURS, TORCHS_OWN
 from ampfuse.patching._class_swap import ClassSwap
 from ampfuse.patching._usage import Usage

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ampfuse._devices import is_served
 from ampfuse.amp import GradScaler
+from ampfuse.gradients.devices import is_served
 from ampfuse.patching._class_swap import ClassSwap
 from ampfuse.patching._usage import Usage
 

@@ -5,8 +5,8 @@ import json
 import ampfuse
 import pytest
 import torch
-from ampfuse.diagnosis._phases import PHASES
 from ampfuse.patching import PARTS
+from ampfuse.tools.diagnosis.phases import PHASES
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
-from ampfuse.command import charts, page
+from ampfuse.tools.command import charts, page
 from programs import Programs
 
 PROGRAM = """

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from ampfuse.command import show
+from ampfuse.tools.command import show
 from programs import ENVIRONMENT, Programs
 
 STEP = """

@@ -2,26 +2,26 @@
 
 import pytest
 import torch
-from ampfuse._program_lines import Place
-from ampfuse.diagnosis import _advice
-from ampfuse.diagnosis._advice import (
+from ampfuse.memory import Suspect
+from ampfuse.tools.diagnosis import advice
+from ampfuse.tools.diagnosis.advice import (
     about_gpu,
     about_habits,
     about_input,
     about_memory,
     about_waits,
 )
-from ampfuse.diagnosis._gpu_times import GpuTimes
-from ampfuse.diagnosis._habits import Habits
-from ampfuse.diagnosis._lines import Line
-from ampfuse.diagnosis._loaders import Loader
-from ampfuse.diagnosis._phases import FORWARD, INPUT, OTHER, PHASES
-from ampfuse.memory import Suspect
+from ampfuse.tools.diagnosis.gpu_times import GpuTimes
+from ampfuse.tools.diagnosis.habits import Habits
+from ampfuse.tools.diagnosis.lines import Line
+from ampfuse.tools.diagnosis.loaders import Loader
+from ampfuse.tools.diagnosis.phases import FORWARD, INPUT, OTHER, PHASES
+from ampfuse.tools.program_lines import Place
 
 
 @pytest.fixture(autouse=True)
 def cores(monkeypatch):
-    monkeypatch.setattr(_advice, "usable_cores", lambda: 8)
+    monkeypatch.setattr(advice, "usable_cores", lambda: 8)
 
 
 def loader(workers, batch=None, *, computing=1.0, persistent=False, prefetched=2, **values):
@@ -36,7 +36,7 @@ def hints(loaders=(), lines=(), **milliseconds):
     """Return the hints for 20 steps with these times."""
     times = dict.fromkeys(PHASES, 0.0) | milliseconds
     steps = {"count": 20, "measured": 20, "milliseconds": times}
-    return list(_advice.hints(steps, list(loaders), list(lines)))
+    return list(advice.hints(steps, list(loaders), list(lines)))
 
 
 def line(phase, call="", share=0.5):
@@ -67,7 +67,7 @@ def test_a_step_of_several_batches_needs_more_workers():
 
 
 def test_training_on_a_gpu_leaves_the_cores_to_workers(monkeypatch):
-    monkeypatch.setattr(_advice, "uses_gpu", lambda: True)
+    monkeypatch.setattr(advice, "uses_gpu", lambda: True)
     assert "would hide it." in about_input(loader(0, 30), 1.0, 30.0, 10.0)
 
 
@@ -116,14 +116,14 @@ def test_workers_that_are_started_in_each_epoch_are_noticed():
     ],
 )
 def test_lines_that_wait_for_the_gpu_are_named(monkeypatch, found, said):
-    monkeypatch.setattr(_advice, "uses_gpu", lambda: True)
+    monkeypatch.setattr(advice, "uses_gpu", lambda: True)
     hinted = list(about_waits([found]))
     assert len(hinted) == (said is not None)
     assert all(said in hint for hint in hinted)
 
 
 def test_nothing_waits_for_a_gpu_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(_advice, "uses_gpu", lambda: False)
+    monkeypatch.setattr(advice, "uses_gpu", lambda: False)
     assert list(about_waits([line(FORWARD, call) for call in ("to", "item", "tolist")])) == []
 
 
@@ -136,10 +136,10 @@ def test_parts_of_one_line_are_added_up():
 
 def test_limit_of_a_container_counts(monkeypatch):
     monkeypatch.undo()  # of the cores above
-    monkeypatch.setattr(_advice.os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: range(64))
     for text, expected in (("200000 100000", 2), ("50000 100000", 1), ("max 100000", 64)):
-        monkeypatch.setattr(_advice.Path, "read_text", lambda _, text=text: text)
-        assert _advice.usable_cores() == expected
+        monkeypatch.setattr(advice.Path, "read_text", lambda _, text=text: text)
+        assert advice.usable_cores() == expected
 
 
 @pytest.mark.parametrize(

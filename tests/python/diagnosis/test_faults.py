@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from ampfuse.diagnosis import _advice
+from ampfuse.tools.diagnosis import advice
 
 PROGRAM = Path(__file__).parents[1] / "support" / "faulty_program.py"
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plain_torch"
@@ -23,7 +23,7 @@ def diagnosed(programs, *arguments):
     return told["hints"], done.stderr
 
 
-CORES = _advice.usable_cores()
+CORES = advice.usable_cores()
 SLEEP = line_of("time.sleep(0.002")
 # A batch of 16 takes 32 or 320 ms, and the rest of a step more than 20 ms.
 SHOWN = {

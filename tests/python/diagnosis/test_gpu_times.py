@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from ampfuse.diagnosis import _gpu_times
-from ampfuse.diagnosis._gpu_times import GpuTimes
-from ampfuse.diagnosis._phases import BACKWARD, FORWARD, INPUT, OPTIMIZER
+from ampfuse.tools.diagnosis import gpu_times
+from ampfuse.tools.diagnosis.gpu_times import GpuTimes
+from ampfuse.tools.diagnosis.phases import BACKWARD, FORWARD, INPUT, OPTIMIZER
 
 PHASES = {INPUT: 1.0, FORWARD: 20.0, BACKWARD: 40.0, OPTIMIZER: 10.0}  # ms of the GPU
 
@@ -42,8 +42,8 @@ def gpu(monkeypatch):
     made = Gpu()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: made)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(_gpu_times, "uses_gpu", lambda: True)
-    monkeypatch.setattr(_gpu_times, "is_capturing", lambda: made.is_capturing)
+    monkeypatch.setattr(gpu_times, "uses_gpu", lambda: True)
+    monkeypatch.setattr(gpu_times, "is_capturing", lambda: made.is_capturing)
     return made
 
 

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from ampfuse.diagnosis._clock import StepClock
-from ampfuse.diagnosis._habits import Habits
-from ampfuse.diagnosis._logits import WideLogits
 from ampfuse.patching import _losses, patch, unpatch
+from ampfuse.tools.diagnosis.clock import StepClock
+from ampfuse.tools.diagnosis.habits import Habits
+from ampfuse.tools.diagnosis.logits import WideLogits
 from torch import nn
 from torch.nn import functional
 

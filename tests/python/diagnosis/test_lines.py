@@ -9,10 +9,10 @@ import time
 
 import pytest
 import torch
-from ampfuse import _program_lines
-from ampfuse._program_lines import file_name, is_of_program, place
-from ampfuse.diagnosis._lines import LineSampler
-from ampfuse.diagnosis._phases import FORWARD, INPUT, OTHER
+from ampfuse.tools import program_lines
+from ampfuse.tools.diagnosis.lines import LineSampler
+from ampfuse.tools.diagnosis.phases import FORWARD, INPUT, OTHER
+from ampfuse.tools.program_lines import file_name, is_of_program, place
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_files_of_packages_are_named_from_the_package_on():
         assert is_of_program(code(file)), file
     numpy = "/usr/lib/python3/dist-packages/numpy/core/numeric.py"
     frozen = "<frozen importlib._bootstrap>"
-    for file in (torch.__file__, _program_lines.__file__, inspect.__file__, numpy, frozen):
+    for file in (torch.__file__, program_lines.__file__, inspect.__file__, numpy, frozen):
         assert not is_of_program(code(file)), file
     assert file_name(code(trainer)) == "transformers/trainer.py"
     assert file_name(code("/home/user/train.py")) == "train.py"

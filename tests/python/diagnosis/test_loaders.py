@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from ampfuse.diagnosis._loaders import LoaderWatch
+from ampfuse.tools.diagnosis.loaders import LoaderWatch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 PAUSE = 0.02

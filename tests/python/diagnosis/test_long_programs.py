@@ -5,9 +5,9 @@ import time
 import ampfuse
 import pytest
 import torch
-from ampfuse.diagnosis import _clock
-from ampfuse.diagnosis._phases import FORWARD
-from ampfuse.diagnosis._timeline import Timeline
+from ampfuse.tools.diagnosis import clock
+from ampfuse.tools.diagnosis.phases import FORWARD
+from ampfuse.tools.diagnosis.timeline import Timeline
 from clocked import Numbers, clocked, train
 from torch import nn
 from torch.utils.data import DataLoader
@@ -40,8 +40,8 @@ MEASURED = [*range(1, 11), *range(21, 31)]
 def short_runs(monkeypatch):
     """Let the clock measure steps 1 to 10, then 10 of 20 in turn. A call of train() is 10 steps."""
     for name, value in (("ALWAYS_MEASURED", 10), ("RUN", 10), ("PAUSES", (10, 10))):
-        monkeypatch.setattr(_clock, name, value)
-    monkeypatch.setattr(_clock, "compiled_graphs", lambda: 0)
+        monkeypatch.setattr(clock, name, value)
+    monkeypatch.setattr(clock, "compiled_graphs", lambda: 0)
 
 
 def test_functions_of_torch_are_put_back_in_pauses(short_runs):
@@ -81,7 +81,7 @@ def test_epochs_are_counted_in_pauses_but_batches_are_not(short_runs):
 def test_functions_stay_replaced_in_pauses_of_programs_that_compile(short_runs, monkeypatch):
     with clocked() as steps:
         train()
-        monkeypatch.setattr(_clock, "compiled_graphs", lambda: 1)
+        monkeypatch.setattr(clock, "compiled_graphs", lambda: 1)
         train()
         train()
     # The first pause began before, so it does not end.

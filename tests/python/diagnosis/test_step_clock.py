@@ -7,8 +7,16 @@ from itertools import islice
 import ampfuse
 import pytest
 import torch
-from ampfuse.diagnosis._phases import BACKWARD, EVALUATION, FORWARD, INPUT, OPTIMIZER, OTHER, SCALER
 from ampfuse.optim import _traced
+from ampfuse.tools.diagnosis.phases import (
+    BACKWARD,
+    EVALUATION,
+    FORWARD,
+    INPUT,
+    OPTIMIZER,
+    OTHER,
+    SCALER,
+)
 from clocked import Numbers, clocked, train
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 import torch
-from ampfuse.memory._recorder import Recorder
+from ampfuse.tools.memory.recorder import Recorder
 from torch import nn
 from torch.nn import functional
 

@@ -4,7 +4,7 @@ import ampfuse
 import pytest
 import torch
 from ampfuse.memory import BatchSize, account, largest_batch
-from ampfuse.memory._batch import search
+from ampfuse.tools.memory.batch import search
 from on_ranks import played  # noqa: F401
 from processes import Scenarios
 from torch import nn

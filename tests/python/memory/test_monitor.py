@@ -13,15 +13,16 @@ from unittest import mock
 
 import pytest
 import torch
-from ampfuse.memory import Monitor, _step_memory
-from ampfuse.memory._growth import Look
+from ampfuse.memory import Monitor
+from ampfuse.tools.memory import step_memory
+from ampfuse.tools.memory.growth import Look
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 INPUTS, WIDTH = 8, 1024  # an activation takes 4 MiB: growth stands out from a process's noise
 STEPS = 60
 # Steps are fast here. Otherwise only those that are 20 ms apart would have samples.
-EACH_STEP = mock.patch.object(_step_memory, "LEAST_SPACING", 0)
+EACH_STEP = mock.patch.object(step_memory, "LEAST_SPACING", 0)
 
 
 class Model(nn.Module):
@@ -99,7 +100,7 @@ def few_objects():
 def growing(monkeypatch, few_objects):
     """Let the memory of this process seem to grow, so that a monitor looks for a leak."""
     sizes = itertools.count(2**30, 2**22)
-    monkeypatch.setattr(_step_memory, "host_memory", lambda: next(sizes))
+    monkeypatch.setattr(step_memory, "host_memory", lambda: next(sizes))
 
 
 @pytest.mark.parametrize("kind", ["list", "module", "sum", "bytes"])
@@ -295,9 +296,9 @@ def test_monitor_can_be_used_again_and_counts_the_steps_of_the_first_optimizer()
 
 
 def test_samples_after_steps_have_their_numbers_when_some_are_left_out(monkeypatch):
-    monkeypatch.setattr(_step_memory, "LEAST_SPACING", 0)
+    monkeypatch.setattr(step_memory, "LEAST_SPACING", 0)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    memory = _step_memory.StepMemory()
+    memory = step_memory.StepMemory()
     for steps in (1, 2, 500, 501):
         memory.end_step(optimizer, steps)
     assert [end.step for end in memory.ends] == [0, 1, 499, 500]
@@ -315,7 +316,7 @@ def test_samples_after_steps_have_their_numbers_when_some_are_left_out(monkeypat
     ],
 )
 def test_growth_is_steady_and_large(sizes, growth):
-    assert _step_memory.slope(list(range(40)), list(sizes)) == growth
+    assert step_memory.slope(list(range(40)), list(sizes)) == growth
 
 
 def test_look_may_begin_inside_a_module_with_hooks():

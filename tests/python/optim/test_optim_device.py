@@ -5,7 +5,7 @@ import copy
 import ampfuse
 import pytest
 import torch
-from ampfuse._devices import on_device
+from ampfuse.gradients.devices import on_device
 from optim_models import (
     EVERY_KIND,
     assert_same_bits,

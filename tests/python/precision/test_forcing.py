@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ampfuse.patching import patched
-from ampfuse.precision._forcing import Forcing
-from ampfuse.precision._modules import Modules, without_wrappers
-from ampfuse.precision._precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED, WEIGHTS
+from ampfuse.tools.precision.forcing import Forcing
+from ampfuse.tools.precision.modules import Modules, without_wrappers
+from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED, WEIGHTS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

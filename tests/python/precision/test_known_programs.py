@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from ampfuse.precision import _advisor
-from ampfuse.precision._outcome import Outcome, Program, run
-from ampfuse.precision._precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED, WEIGHTS
-from ampfuse.precision._verdict import Judge
+from ampfuse.tools.precision import advisor
+from ampfuse.tools.precision.outcome import Outcome, Program, run
+from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED, WEIGHTS
+from ampfuse.tools.precision.verdict import Judge
 
 PROGRAM = str(Path(__file__).parents[1] / "support" / "known_programs.py")
 
@@ -22,7 +22,7 @@ def run_in_most_precisions(program, precision, *arguments):
 
 @pytest.fixture
 def advised(monkeypatch):
-    monkeypatch.setattr(_advisor, "run", run_in_most_precisions)
+    monkeypatch.setattr(advisor, "run", run_in_most_precisions)
 
     def advise(name, expected, fast=(BFLOAT16, FLOAT16)):
         """Return the judge of a program, and its verdict, which is for the expected precision."""
@@ -34,7 +34,7 @@ def advised(monkeypatch):
                 "time_ratio",
                 lambda judge, outcome: 0.5 if outcome.precision.dtype in dtypes else 2.0,
             )
-        advice = _advisor.advise(Program([PROGRAM, name], False, 10), lambda line: None)
+        advice = advisor.advise(Program([PROGRAM, name], False, 10), lambda line: None)
         assert advice.verdict.precision == expected
         return advice.judge, advice.verdict
 

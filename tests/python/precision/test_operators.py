@@ -5,9 +5,9 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from ampfuse.precision._modules import Modules
-from ampfuse.precision._operators import ZERO, OperatorWatch, exponents
-from ampfuse.precision._samples import sample
+from ampfuse.tools.precision.modules import Modules
+from ampfuse.tools.precision.operators import ZERO, OperatorWatch, exponents
+from ampfuse.tools.precision.samples import sample
 from torch import nn
 
 

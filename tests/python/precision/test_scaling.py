@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ampfuse.precision._scaling import Scaling, are_finite
+from ampfuse.tools.precision.scaling import Scaling, are_finite
 from torch import nn
 
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ampfuse import checkpoint
-from ampfuse.command import advise as command
-from ampfuse.precision import _outcome
-from ampfuse.precision._advisor import NoAdviceError, advise, keep_modules
-from ampfuse.precision._outcome import Deviation, Program, run
-from ampfuse.precision._precisions import BFLOAT16, FLOAT16, FLOAT32, WEIGHTS
+from ampfuse.tools.command import advise as command
+from ampfuse.tools.precision import outcome as outcome_module
+from ampfuse.tools.precision.advisor import NoAdviceError, advise, keep_modules
+from ampfuse.tools.precision.outcome import Deviation, Program, run
+from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32, WEIGHTS
 
 TRAIN = """
 import torch
@@ -167,7 +167,7 @@ while True:
 
 
 def test_program_that_would_not_end_is_ended_and_its_checkpoints_do_no_harm(program, monkeypatch):
-    monkeypatch.setattr(_outcome, "subprocess", subprocess)  # its child keeps pipes open
+    monkeypatch.setattr(outcome_module, "subprocess", subprocess)  # its child keeps pipes open
     outcome = run(program(STUBBORN), BFLOAT16)
     assert outcome.failure is None
     assert (outcome.data["steps"], len(outcome.gradients)) == (10, 4)

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from ampfuse.precision._judge import Judge, largest_scale, underflow
-from ampfuse.precision._lines import lines_to_change
-from ampfuse.precision._outcome import Deviation, Outcome, distance, noise, relative_difference
-from ampfuse.precision._precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED, WEIGHTS
-from ampfuse.precision._verdict import percent, reason, verdict
+from ampfuse.tools.precision.judge import Judge, largest_scale, underflow
+from ampfuse.tools.precision.lines import lines_to_change
+from ampfuse.tools.precision.outcome import Deviation, Outcome, distance, noise, relative_difference
+from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED, WEIGHTS
+from ampfuse.tools.precision.verdict import percent, reason, verdict
 
 MIB = 2**20
 PLACE = {"where": "train.py:7", "text": "y = model(x)", "call": "model"}

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ampfuse
 import pytest
 import torch
-from ampfuse import _mistakes
+from ampfuse.gradients import mistakes
 from torch.nn import Parameter
 
 
@@ -249,7 +249,7 @@ def test_lookup_of_a_clipped_gradient_is_safe_while_a_thread_scales_losses(
     device, frequent_switches
 ):
     grad, done = torch.ones(3, device=device), threading.Event()
-    watches = [_mistakes.Watch(), _mistakes.Watch()]
+    watches = [mistakes.Watch(), mistakes.Watch()]
 
     def scale_losses():
         while not done.is_set():
@@ -260,8 +260,8 @@ def test_lookup_of_a_clipped_gradient_is_safe_while_a_thread_scales_losses(
         scaling = pool.submit(scale_losses)
         try:
             for _ in range(3000):
-                _mistakes.note_clip([grad], 1.0, torch.tensor(2.0))
-                clip = _mistakes.first_clip([grad])
+                mistakes.note_clip([grad], 1.0, torch.tensor(2.0))
+                clip = mistakes.first_clip([grad])
                 assert clip is None or clip.max_norm == 1.0
         finally:
             done.set()

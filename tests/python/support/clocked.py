@@ -4,8 +4,8 @@ from contextlib import ExitStack, contextmanager
 
 import ampfuse
 import torch
-from ampfuse.diagnosis._clock import StepClock
-from ampfuse.diagnosis._phases import BACKWARD, PHASES, Listener
+from ampfuse.tools.diagnosis.clock import StepClock
+from ampfuse.tools.diagnosis.phases import BACKWARD, PHASES, Listener
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

@@ -5,7 +5,7 @@ import time
 from functools import partial
 
 import torch
-from ampfuse.diagnosis import _advice
+from ampfuse.tools.diagnosis import advice
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -52,7 +52,7 @@ total, kept, step = 0.0, [], 0
 item = torch.Tensor.item
 if FAULT == "item":
     torch.Tensor.item = partial(time.sleep, 0.03)  # as if it waited for a GPU
-    _advice.uses_gpu = lambda: True
+    advice.uses_gpu = lambda: True
 if FAULT == "anomaly checks":
     torch.autograd.set_detect_anomaly(True)
 for _ in range(6 if FAULT == "restarts" else 1):

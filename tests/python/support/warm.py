@@ -120,10 +120,10 @@ def serve(name, pipe):
     """Fork a child for each request, and report its exit code. Return in each child its request."""
     import gc
 
-    import ampfuse.command.advise
-    import ampfuse.command.compare
-    import ampfuse.command.memory
-    import ampfuse.precision._trial  # noqa: F401
+    import ampfuse.tools.command.advise
+    import ampfuse.tools.command.compare
+    import ampfuse.tools.command.memory
+    import ampfuse.tools.precision.trial  # noqa: F401
     import torch._dynamo
     import torch.distributed.launcher.api
     import torch.utils.data  # noqa: F401

@@ -1,0 +1,1 @@
+"""Lists, devices, shards and norms of gradients, for losses, optimizers and scalers."""

@@ -1,0 +1,91 @@
+"""Norms of gradients that were computed during backward, and whether they are still valid."""
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampfuse import ops
+from ampfuse.gradients.devices import largest
+from ampfuse.gradients.shards import local
+
+
+class Version(NamedTuple):
+    """A gradient and its number of writes, which a DTensor and its shard count separately."""
+
+    grad: "weakref.ref[Tensor]"  # weak, so that gradients can be freed
+    shard: "weakref.ref[Tensor]"
+    writes: int
+
+    @staticmethod
+    def of(grad: Tensor) -> "Version":
+        """Return the present version."""
+        shard = local(grad)
+        return Version(weakref.ref(grad), weakref.ref(shard), grad._version + shard._version)
+
+    def unwritten(self) -> Tensor | None:
+        """Return the shard if both still exist, and none was written since."""
+        grad, shard = self.grad(), self.shard()
+        if grad is None or shard is None or grad._version + shard._version != self.writes:
+            return None
+        return shard
+
+
+class Record(NamedTuple):
+    """The norms of some gradients of one device and sharding, when they had these versions."""
+
+    versions: list[Version]
+    result: ops.MultiTensorNorm
+
+    def unwritten(self) -> list[Tensor] | None:
+        """Return the gradients, or shards of them, if none was freed or written since."""
+        grads = [version.unwritten() for version in self.versions]
+        return None if any(grad is None for grad in grads) else grads  # type: ignore[return-value]
+
+
+class BackwardNorms:
+    """The records of the last backward pass."""
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+
+    @torch.no_grad()
+    def add(self, grads: list[Tensor], result: ops.MultiTensorNorm) -> None:
+        """Record the norms of gradients that have just been computed."""
+        self._records.append(Record([Version.of(grad) for grad in grads], result))
+
+    def forget_stale(self) -> None:
+        """Drop the records of gradients that were freed or written."""
+        self._records = [record for record in self._records if record.unwritten() is not None]
+
+    def split(self, grads: list[Tensor]) -> tuple[list[tuple[list[int], Record]], list[int]]:
+        """Return the records of these gradients, with their indices, and the other indices.
+
+        `grads`: plain tensors, or the shards of DTensors.
+        """
+        index_of = {id(grad): index for index, grad in enumerate(grads)}
+        rest, found = set(range(len(grads))), []
+        for record in self._records:
+            indices = [index_of.get(id(grad), -1) for grad in record.unwritten() or ()]
+            if indices and rest.issuperset(indices):
+                found.append((indices, record))
+                rest.difference_update(indices)
+        return found, sorted(rest)
+
+
+def inspected_list(grads: list[Tensor], known: BackwardNorms | None) -> tuple[Tensor, Tensor]:
+    """Return norm and flag of gradients; read only those whose norms are not known."""
+    found, rest = ([], list(range(len(grads)))) if known is None else known.split(grads)
+    results = [record.result for _, record in found]
+    if rest:
+        results.append(ops.multi_tensor_norm([grads[i] for i in rest], dtype=torch.float64))
+    total_norm = total([result.total_norm for result in results])
+    return total_norm, largest([result.found_inf for result in results])
+
+
+def total(norms: list[Tensor]) -> Tensor:
+    """Return the norm of lists of gradients from the norm of each."""
+    if len(norms) == 1:
+        return norms[0]
+    return ops.multi_tensor_norm(norms, dtype=torch.float64).total_norm

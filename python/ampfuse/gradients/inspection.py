@@ -1,0 +1,281 @@
+"""Unscales and inspects an optimizer's gradients on all devices, in one read."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampfuse import _C, ops
+from ampfuse._graphs import traced_as
+from ampfuse.gradients.backward_norms import BackwardNorms, total
+from ampfuse.gradients.devices import largest, on_device
+from ampfuse.gradients.lists import groups_of, resolve_conjugate_grad
+from ampfuse.gradients.norms import found_by_any, norm_of_shards, rounded
+from ampfuse.gradients.shards import is_distributed, is_dtensor, local, spread_dimensions
+
+
+@dataclass
+class DeviceGradients:
+    """The gradients on one device as the kernels take them, with their parameters."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+
+    def without_repeats(self) -> list["DeviceGradients"]:
+        """Split the gradients into parts in which no two begin at the same address."""
+        found: list[DeviceGradients] = []
+        seen: Counter[int] = Counter()
+        for param, grad in zip(self.params, self.grads, strict=True):
+            address = grad.data_ptr()
+            if seen[address] == len(found):
+                found.append(DeviceGradients([], []))
+            found[seen[address]].params.append(param)
+            found[seen[address]].grads.append(grad)
+            seen[address] += 1
+        return found
+
+
+@dataclass
+class Gradients:
+    """All gradients of an optimizer."""
+
+    on: dict[torch.device, DeviceGradients] = field(default_factory=dict)
+    meshes: dict[tuple[Any, int], None] = field(default_factory=dict)
+    """Mesh dimensions along which some parameters are sharded."""
+    are_whole: bool = True
+    """False if any parameter is sharded, or a gradient here is a DTensor or sparse."""
+
+    def add(self, device: torch.device, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Add gradients on a device, and their parameters."""
+        part = self.on.setdefault(device, DeviceGradients([], []))
+        part.params += params
+        part.grads += grads
+
+
+@dataclass
+class Inspection:
+    """The result of inspecting an optimizer's gradients, in tensors on their devices."""
+
+    params: "list[int] | list[weakref.ref[Tensor]]"  # identities(), so that a model can be deleted
+    norms: list[Tensor]  # norms of the gradients, in the order of `params`
+    total_norms: dict[torch.device, Tensor]  # norm of this rank's gradients on each device
+    are_whole: bool  # True if the total norms cover every element of every gradient
+    is_scaled: bool = False  # True if the gradients were still scaled
+    norm_of_shards: Tensor | None = None  # norm over all ranks, set by `add_norm_of_shards`
+    unscaled_norm: Tensor | None = None  # set by `norm_or_refuse`
+
+
+def gradients_of(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
+    """Return the gradients of all parameter groups."""
+    found = Gradients()
+    for group_index, group in enumerate(groups_of(optimizer)):
+        params = list(group["params"])
+        ordinary, others = ordinary_grads(params, allow_fp16)
+        for of_device in ordinary:
+            found.add(*of_device)
+        if is_distributed():  # all ranks call the collectives, even without gradients
+            for param in filter(is_dtensor, params):
+                spread = spread_dimensions(param.placements)
+                found.meshes |= {(param.device_mesh, dimension): None for dimension in spread}
+        for index in others:
+            param = params[index]
+            if param.grad.dtype == torch.float16 and not allow_fp16:
+                raise ValueError(
+                    "Attempting to unscale FP16 gradients. Parameter "
+                    f"{index} of group {group_index}, whose gradient is float16, is {param.dtype} "
+                    f"of shape {tuple(param.shape)}: keep parameters in float32 under autocast, or "
+                    "make the scaler with allow_fp16_grads=True for an optimizer that has masters"
+                )
+            grad = dense_part(param)
+            found.add(grad.device, [param], [grad])
+            found.are_whole &= grad is param.grad
+    found.are_whole &= not found.meshes
+    return found
+
+
+def _traced_ordinary_grads(params: list[Tensor], allow_fp16: bool) -> Any:
+    return [], [index for index, param in enumerate(params) if param.grad is not None]
+
+
+@traced_as(_traced_ordinary_grads)
+def ordinary_grads(params: list[Tensor], allow_fp16: bool) -> Any:
+    """Return (device, parameters, gradients) for plain gradients, and the indices of others."""
+    return _C.ordinary_grads(params, allow_fp16)
+
+
+def dense_part(param: Tensor) -> Tensor:
+    """Return this rank's elements of a gradient as a dense tensor."""
+    resolve_conjugate_grad(param)
+    grad = param.grad
+    assert grad is not None
+    if grad.is_sparse:
+        # The sum of duplicate entries may overflow, most likely in float16: add them up now.
+        if grad.dtype == torch.float16:
+            param.grad = grad = grad.coalesce()
+        return grad._values()
+    return local(grad)
+
+
+def inspect(
+    gradients: Gradients,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    process_group: Any,
+    known: BackwardNorms | None = None,
+) -> tuple[dict[torch.device, Tensor], Inspection]:
+    """Multiply gradients by `inv_scale`; return flags for non-finite products, and the norms.
+
+    There is one flag per device, or, if other ranks take part, one for all devices and ranks.
+    `found_inf` itself is the flag of its own device. With `inv_scale` equal to 1 no gradient is
+    written, and those whose norms are `known` from backward are not read.
+    """
+    flags: dict[torch.device, Tensor] = {}
+    params: list[Tensor] = []
+    norms, total_norms = [], {}
+    are_whole = gradients.are_whole and process_group is None
+    for device, part in gradients.on.items():
+        flags[device] = on_device(found_inf, device)
+        scale_there = on_device(inv_scale, device)
+        of_backward, part = (None, part) if known is None else known_part(part, known)
+        if of_backward is not None:
+            torch.maximum(flags[device], of_backward.found_inf, out=flags[device])
+            params += of_backward.params
+            norms += of_backward.norms
+            total_norms[device] = of_backward.total_norm
+            if not part.grads:
+                continue
+        rounds = [part]
+        try:
+            results = [unscale(part, flags[device], scale_there)]
+        except ValueError:
+            # Perhaps a parameter is in a group twice. Multiply its gradient twice, as torch does.
+            rounds = part.without_repeats()
+            if len(rounds) == 1:
+                raise
+            for once in rounds:  # writes nothing; raises for gradients that overlap partly
+                unscale(once, flags[device].clone(), torch.ones_like(scale_there))
+            results = [unscale(once, flags[device], scale_there) for once in rounds]
+            are_whole = False
+        params += [param for once in rounds for param in once.params]
+        norms += [result.norms for result in results]
+        if len(rounds) == 1:
+            total_norm = results[0].total_norm
+            known_norm = total_norms.get(device)
+            total_norms[device] = (
+                total_norm if known_norm is None else total([total_norm, known_norm])
+            )
+    if gradients.meshes or process_group is not None:
+        flag = flag_of_all_ranks(found_inf, flags, gradients.meshes, process_group)
+        flags = {found_inf.device: flag}
+    return flags, Inspection(identities(params), norms, total_norms, are_whole)
+
+
+class OfBackward(NamedTuple):
+    """The norms of a device's gradients that were computed during backward."""
+
+    params: list[Tensor]
+    norms: list[Tensor]
+    total_norm: Tensor
+    found_inf: Tensor
+
+
+def known_part(
+    part: DeviceGradients, known: BackwardNorms
+) -> tuple[OfBackward | None, DeviceGradients]:
+    """Return the known norms, if there are any, and the gradients that must be read."""
+    found, rest = known.split(part.grads)
+    if not found:
+        return None, part
+    results = [record.result for _, record in found]
+    of_backward = OfBackward(
+        [part.params[index] for indices, _ in found for index in indices],
+        [result.norms for result in results],
+        total([result.total_norm for result in results]),
+        largest([result.found_inf for result in results]),
+    )
+    unread = DeviceGradients([part.params[i] for i in rest], [part.grads[i] for i in rest])
+    return of_backward, unread
+
+
+def unscale(part: DeviceGradients, found_inf: Tensor, inv_scale: Tensor) -> ops.UnscaledNorm:
+    """Multiply gradients in place, set the flag if any is non-finite, and return their norms."""
+    return ops.multi_tensor_unscale_norm(part.grads, found_inf, inv_scale, dtype=torch.float64)
+
+
+def _traced_identities(tensors: list[Tensor]) -> list[int] | list[weakref.ref[Tensor]]:
+    # With id(), torch.compile would compile again for other parameters.
+    return [weakref.ref(tensor) for tensor in tensors]
+
+
+@traced_as(_traced_identities)
+def identities(tensors: list[Tensor]) -> list[int] | list[weakref.ref[Tensor]]:
+    """Return what identifies the tensors without keeping them alive.
+
+    torch refuses to move or cast a model of DTensors to whose parameters there are weak references.
+    """
+    return list(map(id, tensors))
+
+
+def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | None:
+    """Return the norm of all optimizers' unscaled gradients, or None if it is not known."""
+    norms = []
+    for inspection in inspections:
+        if inspection.unscaled_norm is not None:
+            return inspection.unscaled_norm  # set only with skip_outliers: there is one optimizer
+        total_norms = list(inspection.total_norms.values())
+        if inspection.norm_of_shards is not None:
+            total_norms = [inspection.norm_of_shards]
+        elif not inspection.are_whole:
+            return None
+        for norm in total_norms:
+            norm = on_device(norm, scale.device)
+            norms.append(norm / scale if inspection.is_scaled else norm)
+    return ops.multi_tensor_norm(norms, dtype=torch.float32).total_norm if norms else None
+
+
+def add_norm_of_shards(optimizer: Optimizer, inspection: Inspection) -> None:
+    """Compute the norm of gradients of which some are shards, in one more read, on all ranks."""
+    params = [param for group in groups_of(optimizer) for param in group["params"]]
+    if is_distributed() and any(map(is_dtensor, params)):
+        grads = [param.grad for param in params if param.grad is not None]
+        inspection.norm_of_shards = norm_of_shards(grads, params)
+
+
+def norm_or_refuse(inspection: Inspection, scale: Tensor) -> Tensor | None:
+    """Return the norm of an optimizer's unscaled gradients, or None if it has none."""
+    norm = unscaled_norm([inspection], scale)
+    if norm is None and inspection.norms:
+        raise ValueError(
+            "skip_outliers: the norm of the gradients is not known, since some of them are sparse "
+            "or occur twice"
+        )
+    inspection.unscaled_norm = norm
+    return norm
+
+
+def norm_for(params: list[Tensor], inspection: Inspection) -> Tensor | None:
+    """Return the norm that `clip_grad_norm_` would compute, or None if it is not known."""
+    norms = list(inspection.total_norms.values())
+    if not inspection.are_whole or not norms:
+        return None
+    grads = [param.grad for param in params if param.grad is not None]
+    return rounded(total([on_device(norm, norms[0].device) for norm in norms]), grads)
+
+
+def flag_of_all_ranks(
+    found_inf: Tensor,
+    flags: dict[torch.device, Tensor],
+    meshes: dict[tuple[Any, int], None],
+    process_group: Any,
+) -> Tensor:
+    """Return one flag for all ranks, even those without gradients: either all skip, or none."""
+    flag = largest([found_inf, *flags.values()])
+    groups = [mesh.get_group(dimension) for mesh, dimension in meshes]
+    for group in [*groups, *([] if process_group is None else [process_group])]:
+        flag = found_by_any(flag, group)
+    return flag

@@ -1,0 +1,106 @@
+"""How Adam clips the gradients of each group, and the tensor that receives their norm."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse.gradients.backward_norms import BackwardNorms
+from ampfuse.gradients.devices import largest, on_device
+from ampfuse.gradients.norms import Inspected, device_of, inspect, reduced, spread_shardings
+from ampfuse.optim._columns import Columns
+
+
+@dataclass(frozen=True)
+class Clip:
+    """How a group's gradients are clipped."""
+
+    total_norm: Tensor  # norm of the gradients, which are still scaled
+    max_norm: float
+    grad_norm: Tensor | None  # receives the norm of the unscaled gradients
+
+    def on(self, device: torch.device) -> dict[str, Any]:
+        """Return the arguments of the op on a device."""
+        grad_norm = self.grad_norm
+        return {
+            "total_norm": on_device(self.total_norm, device),
+            "max_norm": self.max_norm,
+            "grad_norm": grad_norm
+            if grad_norm is not None and grad_norm.device == device
+            else None,
+        }
+
+
+def grad_norm_tensor(
+    norm: Tensor | None, limits: list[float | None], of_groups: Sequence[Sequence[Any]]
+) -> Tensor:
+    """Return the tensor that receives the norm: always the same, unless the parameters move.
+
+    It is on the device of the first group that has gradients and no limit of its own.
+    """
+    sharing = [of for limit, of in zip(limits, of_groups, strict=True) if limit is None and of]
+    device = sharing[0][0].device if sharing else None
+    if norm is None or (device is not None and norm.device != device):
+        return torch.zeros((), dtype=torch.float32, device=device or torch.device("cpu"))
+    return norm
+
+
+def group_clips(
+    groups: list[dict[str, Any]],
+    columns: list[list[Columns]],
+    limits: list[float | None],
+    shared_limit: float | None,
+    grad_norm: Tensor | None,
+    *,
+    grad_scale: Tensor | None,
+    check: bool,
+    process_group: Any,
+    known_norms: dict[torch.device, Tensor],
+    backward_norms: BackwardNorms | None,
+) -> tuple[list[Clip | None], Tensor | None]:
+    """Return how each group is clipped, and with `check` a flag for non-finite gradients.
+
+    A group with a limit is clipped by its own norm. The other groups share one norm and one limit.
+    With `check`, the gradients of all groups are read. A group without gradients calls the same
+    collectives as one with gradients, since other ranks may have some.
+
+    `known_norms`: norms of all groups' gradients by device, if a scaler has just computed them.
+    `backward_norms`: norms of some gradients that were computed during backward.
+    """
+
+    def inspected_by_all(inspected_groups: list[int]) -> Inspected:
+        are_known = len(inspected_groups) == len(groups) and not check
+        inspected = inspect(
+            [part for index in inspected_groups for part in columns[index]],
+            known_norms if are_known else {},
+            spread_shardings(
+                [param for index in inspected_groups for param in groups[index]["params"]]
+            ),
+            backward_norms,
+        )
+        if process_group is None:
+            return inspected
+        return reduced(inspected.to(device_of(groups, process_group)), process_group)
+
+    clips: list[Clip | None] = [None] * len(groups)
+    flags = []
+    for index, limit in enumerate(limits):
+        if limit is not None and (check or limit != math.inf):
+            inspected = inspected_by_all([index])
+            clips[index] = Clip(inspected.total_norm, limit, None)
+            flags.append(inspected.found_inf)
+    sharing = [index for index, limit in enumerate(limits) if limit is None]
+    if shared_limit is not None or (check and sharing):
+        inspected = inspected_by_all(sharing)
+        flags.append(inspected.found_inf)
+        if shared_limit is not None:
+            if grad_norm is not None and not any(columns[index] for index in sharing):
+                # No call of the op writes `grad_norm`, since these groups have no gradients.
+                norm = inspected.total_norm
+                grad_norm.copy_(norm if grad_scale is None else norm / grad_scale)
+            for index in sharing:
+                clips[index] = Clip(inspected.total_norm, shared_limit, grad_norm)
+    return clips, largest(flags) if check else None

@@ -1,0 +1,268 @@
+"""The command `python -m ampfuse memory`: what the memory of an unchanged program is for.
+
+The program runs until its optimizer has stepped twice. Its operators compute shapes, but no
+numbers, as if there were no GPU.
+"""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+import weakref
+from argparse import ArgumentTypeError
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ampfuse import checkpoint
+from ampfuse._texts import bytes_of, size_text
+from ampfuse.tools.command import program
+from ampfuse.tools.command.options import Parser, check_files, refuse
+from ampfuse.tools.memory.account import Account, account_of, recording
+from ampfuse.tools.memory.batch import search
+from ampfuse.tools.memory.record import Record
+from ampfuse.tools.replacing import replace
+
+USAGE = """python -m ampfuse memory [options] script.py [arguments of the script]
+       python -m ampfuse memory [options] -m module [arguments of the module]"""
+EPILOG = """The script runs until its optimizer has stepped twice. No numbers are computed:
+losses are 0, and torch.save writes nothing; other files that the script writes are
+written. So no GPU is needed, and a step of a large model takes seconds.
+
+examples:
+  python -m ampfuse memory train.py --model large
+  python -m ampfuse memory --batch 64 --plot memory.png train.py
+  python -m ampfuse memory --fit 24GiB train.py"""
+TRIALS = 3  # after batches were doubled
+
+
+@dataclass(frozen=True)
+class Options:
+    """The parsed command line."""
+
+    words: list[str]  # the program's name and arguments
+    is_module: bool
+    device: str
+    batch: int | None
+    fit: int | None
+    json: Path | None
+    plot: Path | None
+
+
+class DoneError(BaseException):
+    """Ends the program after its second step. Programs catch Exception, but not this."""
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run `python -m ampfuse memory` with these arguments."""
+    chosen = parse(arguments)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the program then chooses the CPU
+    warnings.filterwarnings("ignore", ".*CUDA is not available.*")
+    folder = os.getcwd()
+    with loaders(chosen.batch) as batches, nothing_saved():
+        account = run(chosen)
+    if chosen.batch is not None and not batches:
+        refuse("--batch: no torch.utils.data.DataLoader makes the program's batches")
+    if chosen.json is not None:
+        report = account.as_dict() | {"batch": batches[-1] if batches else None}
+        chosen.json.write_text(json.dumps(report, indent=2) + "\n")
+    print()  # the program may have left a line open
+    account.show()
+    if chosen.fit is not None:
+        print(largest_batch(chosen, account, batches, folder))
+    if chosen.plot is not None:
+        account.plot(chosen.plot)
+    sys.exit(0)
+
+
+def run(chosen: Options) -> Account:
+    """Run two steps of the program."""
+    steps = 0
+    record: Record | None = None
+
+    def after_step() -> None:
+        nonlocal steps, record
+        steps += 1
+        if steps == 1:
+            recorder.begin()
+            return
+        if record is None:
+            record = recorder.record()
+        raise DoneError
+
+    call = program.run_module if chosen.is_module else program.run_script
+    with recording(chosen.device, after_step) as recorder:
+        try:
+            raised = call(chosen.words[0], chosen.words[1:])
+        except program.NoProgramError as error:
+            refuse(str(error))
+    if record is not None:  # also if the program has caught the error
+        return account_of(record)
+    if raised is None or isinstance(raised, SystemExit):
+        refuse(f"memory: expected two steps of an optimizer, but the program has taken {steps}")
+    program.report_exception(raised)
+    refuse(
+        "memory: the program failed. It ran without a GPU, and its operators computed no numbers, "
+        "but zeros. If it cannot run like this, call ampfuse.memory.account for its step alone"
+    )
+
+
+def first_batch(arguments: dict[str, Any]) -> int:
+    """Return the size of the first batch of a loader with these arguments."""
+    sampler, batch = arguments.get("sampler"), int(arguments.get("batch_size", 1))
+    try:
+        return min(batch, len(arguments["dataset"] if sampler is None else sampler))
+    except TypeError:  # an iterable dataset
+        return batch
+
+
+@contextmanager
+def loaders(batch: int | None) -> Iterator[list[int]]:
+    """Make loaders load in this process, with another batch size if one is given.
+
+    Return a list to which the batch size of a loader is added for each batch that it gives.
+    """
+    original: Any = DataLoader.__init__
+    iterate: Any = DataLoader.__iter__
+    signature = inspect.signature(original)
+    seen: list[int] = []
+    follow: Any = _BaseDataLoaderIter.__next__
+    # The batch sizes of loaders and of their iterators.
+    sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        for name in ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout"):
+            given.pop(name, None)
+        given |= {"num_workers": 0, "pin_memory": False}
+        makes_batches = given.get("batch_sampler") is None and given.get("batch_size", 1)
+        if makes_batches and batch is not None:
+            given["batch_size"] = batch
+        if makes_batches:
+            # A smaller batch would have another account. Only a program's own batch may be larger
+            # than its dataset, since a trial must not count samples that are not there.
+            size = int(given.get("batch_size", 1)) if batch is not None else first_batch(given)
+            given["drop_last"] = size == given.get("batch_size", 1)
+            sizes[self] = size
+        original(**given)
+
+    def begin(self: Any) -> Any:
+        batches = iterate(self)
+        if self.batch_size is not None:
+            sizes[batches] = sizes.get(self, self.batch_size)
+        return batches
+
+    def following(self: Any) -> Any:
+        batch = follow(self)
+        if self in sizes:
+            seen.append(sizes[self])
+        return batch
+
+    with ExitStack() as exits:
+        replace(exits, DataLoader, "__init__", init)
+        replace(exits, DataLoader, "__iter__", begin)
+        replace(exits, _BaseDataLoaderIter, "__next__", following)
+        yield seen
+
+
+@contextmanager
+def nothing_saved() -> Iterator[None]:
+    """Make functions that save do nothing: weights have no meaning, and would overwrite others."""
+    with ExitStack() as exits:
+        replace(exits, torch, "save", lambda *_, **__: None)
+        replace(exits, checkpoint, "save", lambda path, **_: checkpoint.Saving(Path(path)))
+        yield
+
+
+def largest_batch(chosen: Options, account: Account, batches: list[int], folder: str) -> str:
+    """Return a sentence about the largest batch that fits, from accounts of other batches."""
+    assert chosen.fit is not None
+    if not batches:
+        refuse(
+            "--fit: no torch.utils.data.DataLoader makes the program's batches. For other "
+            "programs there is ampfuse.memory.largest_batch"
+        )
+    if chosen.words[0] == "-":
+        refuse("--fit: expected a script in a file, which can run again")
+    peaks = {batches[-1]: account.peak}
+    failures: list[str] = []
+
+    def peak_of(batch: int) -> int | None:
+        with tempfile.TemporaryDirectory() as own:
+            file = Path(own) / "account.json"
+            words = ["-m", *chosen.words] if chosen.is_module else ["--", *chosen.words]
+            options = ["--device", chosen.device, "--batch", str(batch), "--json", str(file)]
+            command = [sys.executable, "-m", "ampfuse", "memory", *options, *words]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            if done.returncode:
+                why = done.stderr.strip().rpartition("\n")[2]
+                failures.append(f"with batches of {batch} the program fails: {why}")
+                return None
+            peaks[batch] = int(json.loads(file.read_text())["peak"])
+            return peaks[batch]
+
+    largest = search(peak_of, chosen.fit, TRIALS, peaks)
+    room = size_text(chosen.fit)
+    if largest == 0:
+        return "\n".join([f"no batch fits in {room}", *failures[:1]])
+    at_least = "at least " if failures else ""  # something else than memory was the limit
+    found = f"{at_least}{largest}, which takes {size_text(peaks[largest])}"
+    return "\n".join([f"largest batch in {room}: {found}", *failures[:1]])
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Parse the command line."""
+    parser = Parser(
+        usage=USAGE,
+        description="Print what the memory of a program's training step is for.",
+        epilog=EPILOG,
+    )
+    options = [
+        parser.add_argument(
+            "--device",
+            choices=("cuda", "cpu"),
+            default="cuda",
+            help="the device the account is about; cuda unless given",
+        ),
+        parser.add_argument(
+            "--batch", type=int, metavar="N", help="the batch size of every DataLoader"
+        ),
+        parser.add_argument(
+            "--fit",
+            type=size_of,
+            metavar="SIZE",
+            help="find the largest batch that fits, for example into 24GiB",
+        ),
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the account to it"),
+        parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the account into it"),
+    ]
+    given, is_module, words = parser.read(arguments, options)
+    check_files(given.json, given.plot)
+    if given.batch is not None and given.batch < 1:
+        refuse(f"--batch: expected at least 1, got {given.batch}")
+    return Options(
+        words=words,
+        is_module=is_module,
+        device=given.device,
+        batch=given.batch,
+        fit=given.fit,
+        json=given.json and given.json.absolute(),
+        plot=given.plot and given.plot.absolute(),
+    )
+
+
+def size_of(text: str) -> int:
+    """Return the bytes of a text like `24GiB`."""
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None

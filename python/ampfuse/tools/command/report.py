@@ -1,0 +1,138 @@
+"""The report on a program that was run with ampfuse, as plain numbers and strings."""
+
+import json
+import math
+import resource
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ampfuse
+from ampfuse._graphs import compiled_graphs, uses_gpu
+from ampfuse.amp import GradScaler
+from ampfuse.patching._parts import Part
+from ampfuse.patching._scalers import RECORDING
+from ampfuse.tools.diagnosis.diagnosis import Diagnosis
+
+RECORDED_UPDATES = 2**16  # number of updates recorded for each scaler, 12 bytes each on its device
+SKIPS_IN_A_ROW = 10
+UPDATES_TO_JUDGE = 20
+MANY_SKIPS = 0.1  # of the updates
+
+
+def report(
+    program: str, parts: list[Part], diagnosis: Diagnosis, seconds: float, ended: str
+) -> dict[str, Any]:
+    """Return the whole report as nested dicts and lists."""
+    scalers: list[dict[str, Any]] = []
+    hints = diagnosis.hints()
+    recorded = list(RECORDING.scalers)
+    for scaler in recorded:
+        try:
+            scalers.append(_of_scaler(scaler))
+        except Exception as error:  # for example a GPU error that the program has caused
+            hints.append(f"The record of a scaler cannot be read: {error}")
+    hints += [hint for scaler in scalers for hint in _hints(scaler)]
+    return {
+        "program": program,
+        "ampfuse": ampfuse.__version__,
+        "torch": torch.__version__,
+        "seconds": seconds,
+        "ended": ended,
+        "parts": {
+            part.name: {
+                "used": part.usage.uses,
+                "waits_avoided": part.usage.waits_avoided,
+                "left_to_torch": dict(part.usage.fallbacks),
+            }
+            for part in parts
+        },
+        "scalers": scalers,
+        "step_count": diagnosis.clock.steps,
+        "steps": diagnosis.steps(),
+        "memory": diagnosis.memory(),
+        "earlier_scalers": RECORDING.made - len(recorded),
+        "peak_memory": _peak_memory(),
+        "hints": [*_about_compiling(), *hints],
+    }
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """Write the report as JSON, with null for NaN and infinities."""
+    path.write_text(json.dumps(in_json(report), indent=2, allow_nan=False) + "\n")
+
+
+def in_json(value: Any) -> Any:
+    """Return nested values with None in place of NaN and infinities."""
+    if isinstance(value, dict):
+        return {key: in_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [in_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def how_it_ended(raised: BaseException | None) -> str:
+    """Describe the end of a program that raised this exception, or none."""
+    if raised is None:
+        return "normally"
+    if isinstance(raised, SystemExit):
+        code = int(raised.code) if isinstance(raised.code, int) else raised.code  # bools and enums
+        return f"by sys.exit({'' if code is None else repr(code)})"
+    return f"by {type(raised).__name__}"
+
+
+def _of_scaler(scaler: GradScaler) -> dict[str, Any]:
+    history = GradScaler.history(scaler)  # the program may have replaced `history`
+    updates = scaler._history.recorded_updates()
+    return {
+        "updates": updates,
+        "taken": sum(not record.skipped for record in history),
+        "skipped": sum(record.skipped for record in history),
+        "scale": GradScaler.get_scale(scaler),
+        "history": [list(record) for record in history],
+    }
+
+
+def _about_compiling() -> Iterable[str]:
+    if compiled_graphs():
+        yield "Calls inside torch.compile are not counted; scalers count their steps there, too."
+
+
+def _hints(scaler: dict[str, Any]) -> Iterable[str]:
+    skipped = [record[1] for record in scaler["history"]]
+    late = skipped[len(skipped) // 2 :]
+    if len(skipped) >= SKIPS_IN_A_ROW and all(skipped[-SKIPS_IN_A_ROW:]):
+        yield (
+            f"The last {SKIPS_IN_A_ROW} steps were skipped, and the loss scale is now "
+            f"{scaler['scale']:.3g}: gradients are not finite at any scale that was tried, so "
+            "nothing is learned. Look for a NaN or an infinity in the loss, the data or the "
+            "learning rate; scaler.overflow_report(model), of an ampfuse.GradScaler, names the "
+            "parameters."
+        )
+    elif len(late) >= UPDATES_TO_JUDGE and sum(late) > MANY_SKIPS * len(late):
+        skips = f"{sum(late)} of the last {len(late)} steps were skipped"
+        scales = [record[0] for record in scaler["history"]]
+        first = len(skipped) - len(late)
+        # The scale is that of the step, so it has grown after the step before.
+        after_growth = [scales[i] > scales[i - 1] for i in range(first, len(skipped)) if skipped[i]]
+        if sum(after_growth) > len(after_growth) / 2:
+            yield (
+                f"{skips}, most of them after the scale had grown, so it grows too often: use "
+                "GradScaler(growth_interval=2000), or more."
+            )
+        else:
+            yield (
+                f"{skips}, at scales that were not too high for other steps: some batches have "
+                "gradients that are not finite. scaler.overflow_report(model), of an "
+                "ampfuse.GradScaler, names the parameters."
+            )
+
+
+def _peak_memory() -> dict[str, int]:
+    peaks = {"host": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}  # given in KiB
+    if torch.cuda.is_available() and uses_gpu():
+        for index in range(torch.cuda.device_count()):
+            peaks[f"cuda:{index}"] = torch.cuda.max_memory_allocated(index)
+    return peaks

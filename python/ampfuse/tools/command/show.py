@@ -1,0 +1,181 @@
+"""Prints a report to the terminal, and plots it."""
+
+import math
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+from ampfuse.tools.diagnosis.timeline import FIRST_STEPS, LEAST_STEPS
+
+PICTURES = (".png", ".pdf", ".svg")
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 48
+
+
+def title(report: dict[str, Any]) -> str:
+    """Return the title of a report."""
+    return f"ampfuse {report['ampfuse']}: {report['program']}"
+
+
+def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of a report's table, each a name and a text."""
+    found = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
+    found += _of_parts(report["parts"])
+    if (steps := report["steps"]) is not None:
+        found.append(("a step", times_text(steps["milliseconds"])))
+        if steps["gpu_milliseconds"]:
+            found.append(("on the GPU", times_text(steps["gpu_milliseconds"])))
+    elif report["step_count"]:
+        needed = FIRST_STEPS + LEAST_STEPS
+        text = f"{report['step_count']} were too few to measure: {needed} are needed"
+        found.append(("a step", text))
+    if report["earlier_scalers"]:
+        found.append(("scalers", f"{report['earlier_scalers']:,} earlier ones are not shown"))
+    for scaler in report["scalers"]:
+        found += _of_scaler(scaler)
+    found += [
+        ("peak memory" if device == "host" else f"on {device}", f"{size / 2**20:,.0f} MiB")
+        for device, size in report["peak_memory"].items()
+    ]
+    return found + [("hint", hint) for hint in report["hints"]]
+
+
+def _of_parts(parts: dict[str, Any]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    unused = []
+    for name, part in parts.items():
+        texts = [f"used {_times(part['used'])}"] if part["used"] else []
+        if waits := part["waits_avoided"]:
+            steps = "one step" if waits == 1 else f"{waits:,} steps"
+            texts.append(f"the host did not wait in {steps}, but would with torch's scaler")
+        for reason, count in part["left_to_torch"].items():
+            texts.append(f"left to torch {_times(count)}: {reason}")
+        found += zip([name, *[""] * len(texts)], texts, strict=False)
+        if not texts:
+            unused.append(name)
+    if unused and not found:
+        unused[-1] += ": the program calls none of them, or only in processes that it spawns"
+    return [*found, ("not used", ", ".join(unused))] if unused else found
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"
+
+
+def times_text(milliseconds: dict[str, float]) -> str:
+    """Return the time of a step, and the phases that take more than 1 % of it."""
+    whole = sum(milliseconds.values())
+    shares = [
+        f"{phase} {size / whole:.0%}" for phase, size in milliseconds.items() if size > whole / 100
+    ]
+    return f"{whole:,.1f} ms: {', '.join(shares)}"
+
+
+def first_update(scaler: dict[str, Any]) -> int:
+    """Return the number, counted from 1, of the first update in a scaler's history."""
+    return int(scaler["updates"]) - len(scaler["history"]) + 1
+
+
+def _of_scaler(scaler: dict[str, Any]) -> list[tuple[str, str]]:
+    if not scaler["updates"]:
+        return [("scaler", "never updated")]
+    steps = f"{scaler['taken']:,} taken, {scaler['skipped']:,} skipped"
+    if len(scaler["history"]) < scaler["updates"]:
+        steps += f", of the last {len(scaler['history']):,} of {scaler['updates']:,}"
+    scales = [record[0] for record in scaler["history"]]
+    return [("steps", steps), ("scale", f"{sparkline(scales)} {scaler['scale']:,.10g}")]
+
+
+def sparkline(scales: list[float]) -> str:
+    """Draw scales as a line of bars of logarithmic height, each the lowest of several scales."""
+    stretch = max(1, math.ceil(len(scales) / WIDTH))
+    lows = [min(scales[first : first + stretch]) for first in range(0, len(scales), stretch)]
+    levels = [math.log2(min(max(2.0**-150, low), 2.0**128)) for low in lows]  # 0 is the lowest
+    low, span = min(levels), max(levels) - min(levels)
+    if span == 0:
+        return BARS[len(BARS) // 2] * len(levels)
+    return "".join(BARS[round((level - low) / span * (len(BARS) - 1))] for level in levels)
+
+
+def table(
+    rows: list[tuple[str, str]], title: str | None = None, file: TextIO | None = None
+) -> None:
+    """Print a table of names and texts."""
+    if title is not None:
+        print(title, file=file)
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"  {name:<{width}}  {text}".rstrip(), file=file)
+
+
+def summary(report: dict[str, Any]) -> None:
+    """Print the report to the original stderr, even if the program has replaced `sys.stderr`."""
+    if (stream := _listening()) is not None:
+        table(rows(report), title(report), stream)
+
+
+def failure(report: dict[str, Any]) -> None:
+    """Print one line, since the program's traceback should stay in sight, and the hints."""
+    count = report["step_count"]
+    steps = "1 step" if count == 1 else f"{count:,} steps"
+    say(f"{report['program']} ended {report['ended']}, after {report['seconds']:.1f} s and {steps}")
+    for hint in report["hints"]:
+        say(f"hint: {hint}")
+
+
+def say(sentence: str) -> None:
+    """Print a line to the original stderr, if that is possible."""
+    with suppress(Exception):
+        if (stream := _listening()) is not None:
+            print(f"python -m ampfuse: {sentence}", file=stream, flush=True)
+
+
+def _listening() -> TextIO | None:
+    stream = sys.__stderr__
+    return None if stream is None or stream.closed else stream
+
+
+def why_no_plot(path: Path) -> str | None:
+    """Return why no plot can be written to `path`, or None.
+
+    matplotlib is not imported here, since the program may want to configure it first.
+    """
+    if find_spec("matplotlib") is None:
+        return "needs matplotlib: pip install matplotlib"
+    if path.suffix not in PICTURES:
+        return f"expected a file that ends in {', '.join(PICTURES)}, got {path.name}"
+    return None
+
+
+def import_for_plots() -> None:
+    """Import matplotlib while threads can still start: its first import uses one to find fonts."""
+    with suppress(Exception):  # plot() will raise it again
+        import matplotlib.figure  # noqa: F401
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Plot the scales over updates with matplotlib, and mark skipped steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    axes = figure.add_subplot(
+        title=f"Loss scale of {report['program']}", xlabel="update", ylabel="scale"
+    )
+    axes.set_yscale("log", base=2)
+    for number, scaler in enumerate(report["scalers"]):
+        first = first_update(scaler)
+        scales = [record[0] for record in scaler["history"]]
+        updates = range(first, first + len(scales))
+        (line,) = axes.plot(updates, scales, drawstyle="steps-post", label=f"scaler {number + 1}")
+        skipped = [
+            (first + i, record[0]) for i, record in enumerate(scaler["history"]) if record[1]
+        ]
+        if skipped:
+            axes.plot(*zip(*skipped, strict=True), "x", color=line.get_color(), label="skipped")
+    if axes.lines:
+        axes.legend()
+    else:
+        say("--plot: there was no scaler that was updated")
+    figure.savefig(path)

@@ -1,0 +1,226 @@
+"""Says what limits the steps of a program, and what to change."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ampfuse._graphs import uses_gpu
+from ampfuse._texts import size_text
+from ampfuse.tools.diagnosis.gpu_times import GpuTimes
+from ampfuse.tools.diagnosis.habits import WATCHED, Habits
+from ampfuse.tools.diagnosis.lines import Line, merged
+from ampfuse.tools.diagnosis.loaders import Loader
+from ampfuse.tools.diagnosis.logits import WideLogits
+from ampfuse.tools.diagnosis.phases import INPUT, OTHER
+from ampfuse.tools.memory.step_memory import StepMemory
+
+WORTH_A_HINT = 0.1  # of the time
+LEAST_WAIT = 2.0  # ms; a worker takes about 1 ms to send a batch
+WAITS = ("item", "tolist", "cpu", "synchronize")  # functions in which the host waits for a GPU
+COPIES = ("to", "cuda", "copy_")
+MANY_COMPILATIONS = 3
+LEAST_LOGITS = 2**20  # bytes
+FEW_CORES = 4
+MANY_STEPS = 100
+MOST_WORKERS = 64
+MUCH_PREFETCHED = 8
+MOSTLY = 0.5
+
+
+def hints(steps: dict[str, Any], loaders: list[Loader], lines: list[Line]) -> Iterator[str]:
+    """Return what follows from the times of steps."""
+    milliseconds = steps["milliseconds"]
+    whole = sum(milliseconds.values())
+    wait = milliseconds[INPUT]
+    loaders = [loader for loader in loaders if loader.trains]
+    about_start = list(about_starts(loaders, steps["count"] * whole / 1e3))
+    yield from about_start
+    if loaders and not about_start and wait > max(WORTH_A_HINT * whole, LEAST_WAIT):
+        loader = max(loaders, key=lambda one: one.waited)
+        per_step = loader.batches / steps["measured"]
+        yield about_input(loader, per_step, wait, whole - wait) + about_slowest(loader, lines)
+    yield from about_waits(lines)
+    if milliseconds[OTHER] > WORTH_A_HINT * whole:
+        yield from about_other(lines)
+
+
+def about_input(loader: Loader, per_step: float, wait: float, rest: float) -> str:
+    """Return a hint for steps that wait `wait` ms for input, and take `rest` ms besides.
+
+    `per_step`: batches of a step, more than one if gradients are accumulated.
+    """
+    share = f"{wait / (wait + rest):.0%} of a step ({wait:.1f} ms) waits for input"
+    cores = usable_cores()
+    measured = loader.batch_time()
+    # If it is not measured: a step takes as long as all workers together need for its batches.
+    batch = (wait + rest) * loader.workers / per_step if measured is None else 1e3 * measured.all
+    computing = batch if measured is None else 1e3 * measured.computing
+    needed = max(math.ceil(per_step * batch / rest), 1)
+    if needed <= loader.workers:
+        advice = "send smaller batches, for example images as bytes"
+        if loader.prefetch_factor < MUCH_PREFETCHED:
+            advice = f"DataLoader(prefetch_factor={MUCH_PREFETCHED}) helps if some batches take "
+            advice += "longer than others; if not, send smaller ones, for example images as bytes"
+        return f"{share}, though {needed} of its {loader.workers} workers are enough: {advice}."
+    if math.ceil(per_step * computing / rest) <= cores and needed <= MOST_WORKERS:
+        now = f"num_workers={loader.workers}"
+        if computing < MOSTLY * batch or uses_gpu():
+            return f"{share} with {now}: DataLoader(num_workers={needed}) would hide it."
+        return (
+            f"{share} with {now}: DataLoader(num_workers={needed}) would hide it, or a part of it, "
+            "since training on a CPU needs the cores, too."
+        )
+    return (
+        f"{share}: loading a batch takes {batch:.0f} ms, as much as {needed} workers could hide, "
+        f"and there are {cores} cores. Make the transforms faster, or store their results."
+    )
+
+
+def about_slowest(loader: Loader, lines: list[Line]) -> str:
+    """Return a sentence about the line that takes most of the loading, or an empty text."""
+    if loader.workers:
+        slowest = loader.slowest_line()
+    else:
+        inputs = [line for line in lines if line.phase == INPUT]
+        whole = sum(line.share for line in inputs)
+        slowest = inputs[0]._replace(share=inputs[0].share / whole) if inputs else None
+    if slowest is None:
+        return ""
+    return f" {slowest.share:.0%} of the loading is at {named(slowest)}."
+
+
+def about_starts(loaders: list[Loader], total: float) -> Iterator[str]:
+    """Return a hint if workers are started often, in a program that has trained `total` seconds."""
+    for loader in loaders:
+        seconds = sum(loader.starts[1:])
+        if loader.workers and not loader.persistent_workers and seconds > WORTH_A_HINT * total:
+            yield (
+                f"Starting the workers of a DataLoader takes {1e3 * median(loader.starts):,.0f} ms "
+                f"until the first batch, in each of {len(loader.starts)} epochs: "
+                "DataLoader(persistent_workers=True) keeps them."
+            )
+
+
+def about_waits(lines: list[Line]) -> Iterator[str]:
+    """Return hints about lines in which the host waits for the GPU, or copies to it."""
+    if not uses_gpu():
+        return
+    for line in lines:
+        if line.phase == INPUT or line.share < WORTH_A_HINT:
+            continue
+        if line.place.call in WAITS:
+            yield (
+                f"The host waits for the GPU during {line.share:.0%} of the time at {named(line)}. "
+                "Meanwhile it cannot prepare the next step. Add up such numbers on the GPU, and "
+                "read the sum once in 50 steps."
+            )
+        if line.place.call in COPIES:
+            yield (
+                f"The host waits for copies to the GPU during {line.share:.0%} of the time at "
+                f"{named(line)}. DataLoader(pin_memory=True) and to(device, non_blocking=True) "
+                "copy while the host goes on."
+            )
+
+
+def about_other(lines: list[Line]) -> Iterator[str]:
+    """Return hints about lines outside of forward, backward and optimizer."""
+    others = [
+        line
+        for line in lines
+        if line.phase == OTHER and not (uses_gpu() and line.place.call in WAITS)
+    ]
+    for line in merged(others):
+        if line.share > WORTH_A_HINT:
+            yield (
+                f"{line.share:.0%} of the time passes outside of forward, backward and optimizer "
+                f"at {named(line)}. Is it needed in each step?"
+            )
+
+
+def about_habits(habits: Habits, steps: int) -> Iterator[str]:
+    """Return hints about what a program does in each step."""
+    if habits.anomaly_checks > MOSTLY * min(steps, WATCHED):
+        yield (
+            "torch.autograd.set_detect_anomaly(True) checks each operator of backward, which "
+            "takes a multiple of the time: remove it when the error is found."
+        )
+    if habits.compilations >= MANY_COMPILATIONS:
+        yield (
+            f"torch.compile compiled again in {habits.compilations} steps after the first ones, "
+            "probably since shapes change: DataLoader(drop_last=True) or padding keeps them, and "
+            "torch.compile(dynamic=True) compiles for all of them. TORCH_LOGS=recompiles says why."
+        )
+    if habits.keeps_gradients:
+        yield (
+            "No gradient is set to zero between steps, so each step uses the sum of all gradients "
+            "so far: call optimizer.zero_grad() once per step."
+        )
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    is_slow_cpu = torch.get_num_threads() == 1 and usable_cores() >= FEW_CORES * processes
+    if steps and is_slow_cpu and not uses_gpu():
+        yield (
+            f"torch uses 1 of {usable_cores()} cores: set OMP_NUM_THREADS, or call "
+            "torch.set_num_threads."
+        )
+
+
+def about_logits(logits: WideLogits) -> Iterator[str]:
+    """Return a hint about logits that are converted to float32."""
+    if logits.bytes >= LEAST_LOGITS:
+        where = "" if logits.place is None else f" before {logits.place.where}"
+        yield (
+            f"Logits of {logits.dtype} are converted to float32{where}, which takes "
+            f"{size_text(logits.bytes)}, and as much for their gradient. Pass them as they are: "
+            "ampfuse's cross_entropy computes in float32 itself."
+        )
+
+
+def about_memory(memory: StepMemory) -> Iterator[str]:
+    """Return a hint about memory that grows."""
+    growth = memory.growth()
+    # Without tensors, only long growth is more than noise: most programs append to some list.
+    is_certain = any(one.bytes for one in memory.suspects) or memory.steps >= MANY_STEPS
+    if growth is None or not memory.suspects or not is_certain:
+        return
+    places = [
+        f"tensors stay that are made at {one.where} {one.what}".rstrip()
+        + f" ({size_text(one.bytes)} a step)"
+        if one.bytes
+        else f"{one.where} is now a {one.what}"
+        for one in memory.suspects
+    ]
+    text = f"Memory grows by {size_text(growth)} a step: {', '.join(places)}."
+    if sum(one.bytes for one in memory.suspects) < MOSTLY * growth:
+        text += " The rest may be freed memory between them, which cannot be given back."
+    yield f"{text} Keep numbers (loss.item()) or detached tensors (loss.detach())."
+
+
+def about_gpu(gpu: GpuTimes) -> Iterator[str]:
+    """Return a hint if the GPU waits for the host."""
+    if gpu.steps and gpu.idle > MOSTLY * gpu.phases:
+        yield (
+            f"The GPU had nothing left to do at the end of {gpu.idle / gpu.phases:.0%} of the "
+            "phases: it waits for the host. torch.compile, ampfuse.GraphedStep or a larger batch "
+            "give it more work at a time."
+        )
+
+
+def named(line: Line) -> str:
+    """Return a line's place and text."""
+    where, text, _ = line.place
+    return f"{where}, `{text}`" if text else where
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    cores = len(os.sched_getaffinity(0))
+    try:  # the limit of a container: microseconds of all cores in a period of microseconds
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(cores, max(1, int(limit) // int(period)))
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores

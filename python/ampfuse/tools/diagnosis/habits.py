@@ -1,0 +1,85 @@
+"""Notices what costs time, or adds old gradients to new ones, in each step."""
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampfuse._graphs import compiled_graphs
+from ampfuse._nested import params_of
+from ampfuse.gradients.shards import local
+from ampfuse.tools.diagnosis.phases import BACKWARD, Listener
+from ampfuse.tools.diagnosis.timeline import FIRST_STEPS
+
+CERTAIN = 5  # steps in a row that keep the gradients of the step before
+WATCHED = 20  # steps
+
+
+class Habits(Listener):
+    """Counts the steps in which a program does what is rarely meant."""
+
+    is_live = True
+
+    def __init__(self) -> None:
+        self.anomaly_checks = 0
+        """The number of the first steps that looked for anomalies in backward."""
+        self.compilations = 0
+        """Steps after the first ones in which torch.compile compiled something."""
+        self.keeps_gradients = False
+        """True if gradients are never set to zero."""
+        self._checks_anomalies = False
+        self._graphs = 0
+        self._kept = 0  # steps in a row
+        self._param: weakref.ref[Tensor] | None = None
+        self._grad: tuple[int, int] | None = None  # id and version
+        self._is_kept: bool | None = None  # None before a backward
+
+    def noted(self, phase: str, begins: bool) -> None:
+        """Look at the gradient before and after backward."""
+        if phase == BACKWARD and begins:
+            self._checks_anomalies |= torch.is_anomaly_enabled()
+            self._before_backward()
+        elif phase == BACKWARD:
+            self._after_backward()
+
+    def _before_backward(self) -> None:
+        """Check that something has written to the gradient since the last backward, or freed it."""
+        grad = self._gradient()
+        if grad is None or (id(grad), grad._version) != self._grad:
+            self._is_kept = False
+        elif self._is_kept is None:  # the first backward since the step
+            # Programs of old set `grad.data` to zero, which has a version of its own.
+            self._is_kept = self._kept < CERTAIN or bool(local(grad).count_nonzero())
+            self.keeps_gradients |= self._is_kept and self._kept >= CERTAIN
+
+    def _after_backward(self) -> None:
+        """Note the version that backward has written."""
+        grad = self._gradient()
+        self._grad = None if grad is None else (id(grad), grad._version)
+
+    def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:
+        """Count what the step has done."""
+        self.anomaly_checks += self._checks_anomalies
+        self._checks_anomalies = False
+        graphs = compiled_graphs()
+        self.compilations += graphs > self._graphs and step > FIRST_STEPS
+        self._graphs = graphs
+        self.is_live = step < WATCHED
+        if self.is_live and not self.keeps_gradients:
+            self._kept = self._kept + 1 if self._is_kept else 0
+            self._watch(optimizer)
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        """Watch the first gradient until the next step."""
+        self._param = None
+        for param in params_of(optimizer):
+            if param.grad is not None:
+                self._param = None if param.grad.is_sparse else weakref.ref(param)
+                break
+        self._is_kept = None
+        self._after_backward()
+
+    def _gradient(self) -> Tensor | None:
+        param = None if self._param is None else self._param()
+        return None if param is None else param.grad

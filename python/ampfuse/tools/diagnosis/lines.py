@@ -1,0 +1,106 @@
+"""Finds the lines of a program that take the time, by looking at a thread now and then."""
+
+import random
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from types import CodeType
+from typing import NamedTuple
+
+from ampfuse.tools.background import Background
+from ampfuse.tools.diagnosis.phases import Interval
+from ampfuse.tools.program_lines import Place, place, program_frame
+
+# Seconds between two samples, on average. A sample takes the program about half a millisecond, so
+# there are fewer when the program has run for some seconds.
+INTERVAL = 0.03
+LONGEST_INTERVAL = 0.2
+MOST_RECENT = 1000  # samples, in a program that takes no steps
+
+
+class Line(NamedTuple):
+    """A line of the program, and its part of the time."""
+
+    phase: str
+    place: Place
+    share: float
+
+
+def merged(lines: list[Line]) -> list[Line]:
+    """Add up lines that differ only in the function that is called there."""
+    shares: defaultdict[tuple[str, Place], float] = defaultdict(float)
+    for line in lines:
+        shares[line.phase, line.place._replace(call="")] += line.share
+    found = [Line(phase, where, share) for (phase, where), share in shares.items()]
+    return sorted(found, key=lambda line: -line.share)
+
+
+class LineSampler:
+    """Samples the line that the present thread executes. Phases are known only later."""
+
+    def __init__(self) -> None:
+        # Samples of which no phase is known yet: their time, code, instruction, and the seconds
+        # since the sample before.
+        self._recent: deque[tuple[float, CodeType, int, float]] = deque(maxlen=MOST_RECENT)
+        self._seconds: defaultdict[tuple[str, CodeType, int], float] = defaultdict(float)
+        self._sampled = threading.get_ident()
+        self._random = random.Random()  # its own, since the program may have seeded the other one
+        self._pauses = False
+        self._background = Background(self._run)
+
+    def pause(self, begins: bool) -> None:
+        """Begin or end a pause, in which nothing is sampled."""
+        self._pauses = begins
+        self.drop()
+
+    def stop(self) -> None:
+        """Stop sampling."""
+        self._background.stop()
+
+    def read(self, intervals: list[Interval]) -> None:
+        """Count the samples in these intervals."""
+        ends = iter(intervals)
+        phase, end = next(ends, (None, 0.0))
+        while self._recent:
+            now, code, instruction, seconds = self._recent.popleft()
+            while phase is not None and end < now:
+                phase, end = next(ends, (None, 0.0))
+            if phase is not None:
+                self._seconds[phase, code, instruction] += seconds
+
+    def drop(self) -> None:
+        """Do not count the samples since the last call."""
+        self._recent.clear()
+
+    def forget(self) -> None:
+        """Drop all samples that were counted."""
+        self._seconds.clear()
+
+    def lines(self, most: int | None = None) -> list[Line]:
+        """Return the lines, the one that takes most time first; of the slowest places if `most`."""
+        total = sum(self._seconds.values())
+        ordered = sorted(self._seconds.items(), key=lambda item: -item[1])
+        found: defaultdict[tuple[str, Place], float] = defaultdict(float)
+        for (phase, code, instruction), seconds in ordered[:most]:
+            found[phase, place(code, instruction)] += seconds
+        lines = [Line(phase, where, size / total) for (phase, where), size in found.items()]
+        return sorted(lines, key=lambda line: -line.share)
+
+    def _run(self, done: threading.Event) -> None:
+        start = last = time.perf_counter()
+        while True:
+            longest = min((last - start) / 100, LONGEST_INTERVAL)
+            # Steps may take as long as an interval, so intervals differ.
+            if done.wait(max(INTERVAL, longest) * self._random.uniform(0.5, 1.5)):
+                return
+            if self._pauses:
+                last = time.perf_counter()
+                continue
+            frame = program_frame(sys._current_frames().get(self._sampled))
+            now = time.perf_counter()
+            if frame is not None:
+                # The wait is longer than it was meant to be if a line keeps Python's lock.
+                self._recent.append((now, frame.f_code, frame.f_lasti, now - last))
+            last = now
+            del frame

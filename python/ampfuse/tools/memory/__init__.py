@@ -1,0 +1,1 @@
+"""The memory of training; `ampfuse.memory` has the public names."""

@@ -1,0 +1,204 @@
+"""Finds what makes the memory of a program grow from step to step.
+
+For two steps, all allocations are recorded with the line of the program that made them. Lines whose
+memory is still live a step later are the suspects, and so are containers that have become longer.
+"""
+
+import gc
+import inspect
+import sys
+import weakref
+from collections import Counter, deque
+from functools import partial
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_modules
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from ampfuse._graphs import is_in_backward
+from ampfuse._nested import stored_tensors_in
+from ampfuse.tools.program_lines import file_name, is_of_program, program_frame
+
+CONTAINERS = (list, dict, set, deque)
+UNKNOWN_TO_PROGRAM = 3  # references to a frame's locals if the program did not call locals()
+SHOWN = 3
+LEAST_BYTES = 1024  # of a tensor that is counted
+
+
+class Suspect(NamedTuple):
+    """Memory that stays, and where it comes from."""
+
+    where: str
+    """A line of the program, or the name of a container."""
+    what: str
+    bytes: int
+    """Bytes per step; 0 for a container, whose elements may be small."""
+
+
+class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the allocations of two steps: call `end_step()` after each of them.
+
+    Begin it only if `may_begin()`. Modes that are entered later must be left first: `stop` returns
+    False until this one is the innermost. Compiled functions run without the compiler meanwhile.
+    The compiler would otherwise give up these functions for good.
+    """
+
+    supports_higher_order_operators = True
+
+    @staticmethod
+    def may_begin() -> bool:
+        """Return True if modes can be entered here, and left later."""
+        in_backward = is_in_backward()
+        return not in_backward and _get_current_dispatch_mode() is None
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lengths = lengths()
+        self._step = 0
+        self._modules: list[str] = []
+        # Step, bytes, line and module of each storage that was allocated and is still live.
+        self._live: dict[int, tuple[weakref.ref[Any], int, int, str, str]] = {}
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # storages from before
+        self._handles = [
+            hooks_of_modules.register_module_forward_pre_hook(self._enter_module),
+            hooks_of_modules.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        self._stance = None
+        if "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and record new storages."""
+        if self._step >= 2:
+            return operator(*args, **(kwargs or {}))
+        for tensor in stored_tensors_in((args, kwargs)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:
+                self._known.add(storage)
+        results = operator(*args, **(kwargs or {}))
+        for tensor in stored_tensors_in(results):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._live and storage not in self._known:
+                reference = weakref.ref(storage, partial(self._freed, key))
+                module = self._modules[-1] if self._modules else ""
+                line = program_line(sys._getframe(1))
+                self._live[key] = (reference, self._step, storage.nbytes(), line, module)
+        return results
+
+    def end_step(self) -> bool:
+        """Note that a step has ended. Return True if the look is over."""
+        self._step += 1
+        return self._step >= 2 and self.stop()
+
+    def stop(self) -> bool:
+        """Stop recording. Return False if another mode has to be left before."""
+        self._step = max(self._step, 2)
+        for handle in self._handles:
+            handle.remove()
+        if _get_current_dispatch_mode() is not self:
+            return False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+        return True
+
+    def suspects(self, kept: set[int]) -> list[Suspect]:
+        """Return what the first step has left behind. `kept`: storages that are known to stay."""
+        sizes: Counter[tuple[str, str]] = Counter()
+        for key, (_, step, size, line, module) in self._live.items():
+            if step == 0 and key not in kept and size >= LEAST_BYTES:
+                sizes[line, module] += size
+        found = [
+            Suspect(line, f"in {module}" if module else "", size)
+            for (line, module), size in sizes.most_common(SHOWN)
+        ]
+        return found + grown(self._lengths)
+
+    def _freed(self, key: int, _: Any) -> None:
+        self._live.pop(key)
+
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        self._modules.append(type(module).__name__)
+
+    def _leave_module(self, *_: Any) -> None:
+        if self._modules:  # the look may begin inside a module
+            self._modules.pop()
+
+
+def program_line(frame: FrameType | None) -> str:
+    """Return the innermost line of the program, as `"train.py:12"`."""
+    found = program_frame(frame)
+    # Backward may run in a thread of its own, without a frame of the program.
+    return f"{file_name(found.f_code)}:{found.f_lineno}" if found else "backward"
+
+
+def lengths() -> dict[int, int]:
+    """Return the lengths of all containers by id."""
+    return {id(one): len(one) for one in gc.get_objects() if type(one) in CONTAINERS}
+
+
+def grown(before: dict[int, int]) -> list[Suspect]:
+    """Return the named containers that have gained at least two elements in the two steps."""
+    suspects = []
+    for one in gc.get_objects():
+        if type(one) in CONTAINERS and one is not before:
+            added = len(one) - before.get(id(one), len(one))
+            if added >= 2 and (name := name_of(one)):
+                suspects.append(Suspect(name, f"{type(one).__name__} of {len(one):,} elements", 0))
+    return suspects[:SHOWN]
+
+
+def name_of(container: Any) -> str:
+    """Return the name by which the program knows a container, or an empty text."""
+    for frame in frames():
+        names = frame.f_locals
+        found = [name for name, value in names.items() if value is container]
+        is_copy = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        if is_copy and sys.getrefcount(names) <= UNKNOWN_TO_PROGRAM:
+            names.clear()  # the frame would keep the copy, with all that it refers to
+        if found:
+            return f"{found[0]} of {Path(frame.f_code.co_filename).name}"
+    for holder in gc.get_referrers(container):
+        if type(holder) is not dict:
+            continue
+        name = next((str(key) for key, value in holder.items() if value is container), "")
+        for owner in gc.get_referrers(holder):
+            is_own = getattr(owner, "__dict__", None) is holder
+            if is_own and not _is_library(owner):
+                kind = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__name__
+                return f"{kind}.{name}"
+    return ""
+
+
+def frames() -> list[FrameType]:
+    """Return the program's frames of all threads."""
+    found = []
+    for frame in sys._current_frames().values():
+        inner: FrameType | None = frame
+        while inner is not None:
+            if is_of_program(inner.f_code):
+                found.append(inner)
+            inner = inner.f_back
+    del frame, inner  # one is this frame, which would keep itself and its callers alive
+    return found
+
+
+def _is_library(owner: Any) -> bool:
+    module = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__module__
+    return module.partition(".")[0] in sys.stdlib_module_names or module.startswith(
+        ("torch", "ampfuse")
+    )
+
+
+def storages_of(tensors: list[Tensor]) -> set[int]:
+    """Return the keys of the tensors' storages, as `Look.suspects` takes them."""
+    return {tensor.untyped_storage()._cdata for tensor in stored_tensors_in(tensors)}

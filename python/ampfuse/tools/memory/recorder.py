@@ -1,0 +1,283 @@
+"""Records a training step, while its operators run dry."""
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.nn.modules import module as hooks_of_modules
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ampfuse._graphs import is_in_backward
+from ampfuse._nested import have_own_operators, params_of, states_of, stored_tensors_in
+from ampfuse.tools.measuring import hook_steps, only_measures
+from ampfuse.tools.memory import scratch
+from ampfuse.tools.memory.dry_run import DryRun
+from ampfuse.tools.memory.record import (
+    BACKWARD,
+    BUFFERS,
+    COPIES,
+    DATA,
+    FORWARD,
+    GRADIENTS,
+    LOSS,
+    MASTERS,
+    MOMENTS,
+    PARAMETERS,
+    STEP,
+    TEMPORARIES,
+    Allocation,
+    Record,
+    is_within,
+)
+from ampfuse.tools.replacing import replace
+
+GPU_MULTIPLE = 512  # torch allocates this many bytes on a GPU, or a multiple of it
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the allocations of a program in a block of code.
+
+    Moments are counted by operators and freed tensors. The memory that an operator allocates and
+    frees itself is not seen, except that of ampfuse's losses.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, for_gpu: bool, after_step: Callable[[], None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._for_gpu = for_gpu
+        self.before_first_step: Callable[[Optimizer], None] | None = None  # called once for each
+        self._after_step = after_step  # called after each step of the first optimizer
+        self._first_optimizer: weakref.ref[Optimizer] | None = None
+        self._is_adam = False
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._dry_run = DryRun()
+        self._now = 0
+        self._begin = 0
+        self._live: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
+        self._all: list[Allocation] = []
+        self._phases: list[tuple[int, str]] = []
+        self._thread = threading.get_ident()
+        self._stack: list[str] = []  # names of the modules that are running in this thread
+        self._names: dict[int, str] = {}
+        self._blocks: list[str] = []
+        self._operations: Counter[str] = Counter()
+        self._models: list[nn.Module] = []  # kept, so that no other module gets an id in _names
+        self._stepping = 0  # number of optimizer steps that are running, one inside another
+        self._exits = ExitStack()
+
+    def __enter__(self) -> "Recorder":
+        """Begin to record."""
+        handles = [
+            hooks_of_modules.register_module_forward_pre_hook(self._enter_module),
+            hooks_of_modules.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        for handle in handles:
+            self._exits.callback(handle.remove)
+        hook_steps(self._exits, self._enter_step, self._leave_step)
+        replace(self._exits, Distribution, "_validate_args", False)  # zeros are often not valid
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop recording."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._exits.close()
+
+    def begin(self) -> None:
+        """Let the record begin here."""
+        self._begin = self._now
+        self._phases.clear()
+        self._operations.clear()
+        self._all = [one for one in self._all if one.died is None]
+
+    def record(self) -> Record:
+        """Return what was recorded since `begin`."""
+        allocations = list(self._all)
+        if any(one.is_sent for one in allocations):  # other data is on the host
+            allocations = [one for one in allocations if one.kind != DATA or one.is_sent]
+        return Record(
+            allocations,
+            list(self._phases),
+            list(self._blocks),
+            Counter(self._operations),
+            self._begin,
+            self._now,
+            self._for_gpu,
+            self._is_adam,
+        )
+
+    def steps_of(self, optimizer: Optimizer) -> int:
+        """Return the number of steps that an optimizer has taken."""
+        return self._steps.get(optimizer, 0)
+
+    def note(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Record what tensors are for."""
+        for tensor in stored_tensors_in(list(tensors)):
+            self._seen(tensor).kind = kind
+
+    def sent(self, tensor: Tensor) -> Tensor:
+        """Return a copy of data that the program moves to a device; other tensors as they are."""
+        for one in stored_tensors_in([tensor]):
+            allocation = self._seen(one)
+            if allocation.kind == DATA and not allocation.is_sent and not tensor.requires_grad:
+                tensor = tensor.clone()
+                allocation = self._seen(tensor)
+            allocation.is_sent = tensor.numel() > 1  # a scaler moves its numbers, too
+        return tensor
+
+    def note_model(self, model: nn.Module) -> None:
+        """Record the names of a model's modules, and what its parameters and buffers are."""
+        self._models.append(model)
+        for name, module in model.named_modules():
+            self._names[id(module)] = name or type(module).__name__
+        self._blocks += blocks_of(model)
+        self.note(PARAMETERS, model.parameters())
+        self.note(BUFFERS, model.buffers())
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and record the memory of its results."""
+        kwargs = kwargs or {}
+        given = list(stored_tensors_in((args, kwargs)))
+        if have_own_operators(given):
+            return NotImplemented
+        self._now += 1
+        self._note_phase()
+        inputs = [self._seen(tensor) for tensor in given]
+        if self._phases[-1][1] == BACKWARD:
+            for one in inputs:
+                one.used = self._now if one.used is None else one.used
+        results = self._dry_run.run(operator, args, kwargs)
+        self._note_scratch(operator, args, results)
+        self._count_operations(operator, args, kwargs, results)
+        is_data = not (self._stack or any(tensor.requires_grad for tensor in given))
+        for result in stored_tensors_in(results):
+            allocation = self._seen(result, is_new=True)
+            if allocation.born < self._now:
+                continue  # it was written in place, or it is a view
+            allocation.phase = self._phases[-1][1]
+            allocation.operator = operator.name().partition(".")[0]
+            allocation.module = self._stack[-1] if self._stack else ""
+            if operator is torch.ops.aten._to_copy.default and inputs[0].kind == PARAMETERS:
+                allocation.kind = COPIES
+            elif is_data and allocation.phase == FORWARD:
+                allocation.kind = DATA
+        self._now += 1
+        return results
+
+    def _count_operations(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any
+    ) -> None:
+        count = flop_registry.get(getattr(operator, "overloadpacket", None))
+        if count is not None and self._phases[-1][1] == FORWARD:
+            module = self._stack[-1] if self._stack else ""
+            self._operations[module] += count(*args, **kwargs, out_val=results)
+
+    def _note_scratch(self, operator: Any, args: tuple[Any, ...], results: Any) -> None:
+        """Record the memory that an operator has allocated and freed itself."""
+        loss = scratch.of_loss(operator, args, self._for_gpu)
+        size = loss or (0 if self._for_gpu else scratch.of_cpu(operator, args, results))
+        if size:
+            kind = LOSS if loss else TEMPORARIES
+            allocation = Allocation(size, torch.Size(), torch.uint8, self._now, kind=kind)
+            allocation.died = self._now + 1  # while it is live, the results are allocated
+            self._all.append(allocation)
+
+    def _seen(self, tensor: Tensor, is_new: bool = False) -> Allocation:
+        """Return the allocation of a tensor, which may be seen for the first time."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live:
+            size = storage.nbytes()
+            if self._for_gpu:
+                size = -(-size // GPU_MULTIPLE) * GPU_MULTIPLE
+            allocation = Allocation(size, tensor.shape, tensor.dtype, self._now)
+            if not is_new:  # it is older, and not the result of an operator
+                allocation.born, allocation.kind = 0, DATA
+            self._all.append(allocation)
+            self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), allocation)
+        return self._live[key][1]
+
+    def _freed(self, key: int) -> None:
+        self._now += 1
+        self._live.pop(key)[1].died = self._now
+
+    def _note_phase(self) -> None:
+        # A closure runs inside a step, and with gradients.
+        phase = STEP if self._stepping and not torch.is_grad_enabled() else FORWARD
+        if is_in_backward():
+            phase = BACKWARD
+        if not self._phases or self._phases[-1][1] != phase:
+            self._phases.append((self._now, phase))
+
+    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if not self._stack and id(module) not in self._names:
+            self.note_model(module)
+        name = self._names.get(id(module), type(module).__name__)
+        self._stack.append(name)
+        for tensor in stored_tensors_in(inputs):
+            self._seen(tensor).inputs_of.add(name)
+
+    def _leave_module(self, module: nn.Module, _: Any, outputs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        name = self._stack.pop()
+        for tensor in stored_tensors_in(outputs):
+            self._seen(tensor).output_of = name
+
+    @only_measures
+    def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer not in self._steps:
+            self._steps[optimizer] = 0
+            if self.before_first_step is not None:
+                self.before_first_step(optimizer)
+        self._stepping += 1
+        params = params_of(optimizer)
+        self.note(PARAMETERS, params)
+        for param in stored_tensors_in(params):
+            self._seen(param).is_trained = True
+        self.note(GRADIENTS, (param.grad for param in params if param.grad is not None))
+
+    @only_measures
+    def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepping -= 1
+        for state in states_of(optimizer):
+            self._is_adam |= "exp_avg_sq" in state
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    self.note(MASTERS if "master" in name else MOMENTS, [value])
+        self._steps[optimizer] += 1
+        if self._first_optimizer is None or self._first_optimizer() is None:
+            self._first_optimizer = weakref.ref(optimizer)
+        if self._after_step is not None and self._first_optimizer() is optimizer:
+            self._after_step()
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Return the names of the modules that a model repeats, for example its layers.
+
+    These are the members of a Sequential or ModuleList, if there are at least two, all are of one
+    class, and each has submodules. Modules inside of such members are not blocks.
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Sequential, nn.ModuleList)) or is_within(name, found):
+            continue
+        members = dict(module.named_children())
+        kinds = {type(member) for member in members.values()}
+        has_parts = all(any(member.children()) for member in members.values())
+        if len(members) >= 2 and len(kinds) == 1 and has_parts:
+            found += [f"{name}.{member}".lstrip(".") for member in members]
+    return found
