@@ -7,7 +7,7 @@ from ampfuse import _library
 _library.load()
 
 from ampfuse import _C, ops  # noqa: E402  (both need the library)
-from ampfuse._accumulate import accumulate  # noqa: E402
+from ampfuse.accumulation import accumulate  # noqa: E402
 from ampfuse.amp import GradScaler, ScaleCollapseError, ScaleRecord  # noqa: E402
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # noqa: E402
 from ampfuse.graphed_step import GraphedStep  # noqa: E402

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from ampfuse.env import describe
 from ampfuse.patching import patch
-from ampfuse.patching._parts import PARTS
-from ampfuse.patching._scalers import RECORDING
+from ampfuse.patching.parts import PARTS
+from ampfuse.patching.scalers import RECORDING
 from ampfuse.tools.command import options, page, program, report, show
 from ampfuse.tools.diagnosis.diagnosis import Diagnosis
 

@@ -1,6 +1,9 @@
-"""Errors that name the argument at fault and the remedy."""
+"""Checks of arguments, whose errors name the argument at fault and the remedy."""
 
 import inspect
+import math
+import numbers
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -64,3 +67,46 @@ def explain(op: str, error: RuntimeError, **lists: Sequence[Tensor]) -> NoReturn
                 break
     found = "a Tensor" if found == "Tensor" else found
     raise TypeError(f"{op}: {name}: expected {expected}, got {found}") from None
+
+
+def is_flag(value: Any) -> bool:
+    """Return True if the value is a bool (numpy's included) or the integer 0 or 1."""
+    has_flag_type = type(value).__name__ in ("bool", "bool_", "int")  # without importing numpy
+    return has_flag_type and value in (0, 1)
+
+
+def described(value: Any) -> str:
+    """Return type and value for messages: `str '1e-3'`."""
+    return f"{type(value).__name__} {value!r}"
+
+
+def checked_number(name: str, value: Any) -> float:
+    """Convert a number, or a tensor with one element, which some programs save."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    return float(value)
+
+
+def checked_known(name: str, value: Any) -> float:
+    """Convert a number; raise if it is NaN."""
+    number = checked_number(name, value)
+    if math.isnan(number):
+        raise ValueError(f"{name}: expected a number, got {value}")
+    return number
+
+
+def checked_count(name: str, value: Any, least: int, most: int = 2**62) -> int:
+    """Convert an integer between `least` and `most`."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
+    if number < least:
+        raise ValueError(f"{name}: expected at least {least}, got {number}")
+    if number > most:
+        raise ValueError(f"{name}: expected at most {most}, got {number}")
+    return number

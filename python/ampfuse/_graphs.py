@@ -99,3 +99,16 @@ def is_capturing() -> bool:
 def is_in_graph() -> bool:
     """Return True if the code is being traced or captured, and so may run again without Python."""
     return torch.compiler.is_compiling() or is_capturing()
+
+
+def _traced_groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    if not hasattr(optimizer, "_traced"):
+        return optimizer.param_groups  # type: ignore[no-any-return]
+    optimizer._traced.begin()
+    return optimizer._traced.param_groups  # type: ignore[no-any-return]
+
+
+@traced_as(_traced_groups_of)
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the parameter groups, for code that may be traced."""
+    return optimizer.param_groups  # type: ignore[no-any-return]

@@ -41,3 +41,15 @@ def states_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside a wrapper of Lightning, Fabric, Accelerate or torch's ZeRO.
+
+    Fabric's wrapper is an instance of a class that it derives from the optimizer's.
+    """
+    for name in ("optimizer", "optim"):
+        inner = getattr(optimizer, name, None)
+        if inner is not None:
+            return unwrapped(inner)
+    return optimizer

@@ -61,7 +61,7 @@ FAULTS = [
     # --- patching ---
     Fault(
         "If a patched optimizer is left to torch, ampfuse's options stay in the program's groups.",
-        "python/ampfuse/patching/_optimizers.py",
+        "python/ampfuse/patching/optimizers.py",
         """\
             group.clear()
             group.update(entries)
@@ -80,7 +80,7 @@ FAULTS = [
     ),
     Fault(
         "A loss that ours refuses and torch computes loses its label_smoothing.",
-        "python/ampfuse/patching/_losses.py",
+        "python/ampfuse/patching/losses.py",
         """\
             reduction=reduction,
             label_smoothing=label_smoothing,

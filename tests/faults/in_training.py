@@ -9,17 +9,17 @@ FAULTS = [
         "python/ampfuse/amp/grad_scaler.py",
         """\
             state.policy.check_process_group(self.process_group)
-            self._policy, torchs = state.policy, state.torchs
+            self.policy, torchs = state.policy, state.torchs
 """,
         """\
-            self._policy, torchs = state.policy, state.torchs
+            self.policy, torchs = state.policy, state.torchs
             state.policy.check_process_group(self.process_group)
 """,
         "tests/python/amp",
     ),
     Fault(
         "After a ScaleCollapseError training cannot go on: the optimizers still count as stepped.",
-        "python/ampfuse/amp/grad_scaler.py",
+        "python/ampfuse/amp/_device_scaler.py",
         """\
         self._per_optimizer_states.clear()
         self._inspections.clear()
@@ -37,11 +37,11 @@ FAULTS = [
         "python/ampfuse/amp/grad_scaler.py",
         """\
             own |= zip(NORMS, self._history.norms(), strict=True)
-            return {**super().state_dict(), **self._policy.options, **own}
+            return {**super().state_dict(), **self.policy.options, **own}
 """,
         """\
             own |= zip(NORMS, self._history.norms(), strict=True)
-        return {**super().state_dict(), **self._policy.options, **own}
+        return {**super().state_dict(), **self.policy.options, **own}
 """,
         "tests/python/amp tests/python/project/test_mistakes.py",
     ),
@@ -75,9 +75,15 @@ FAULTS = [
     ),
     Fault(
         "A step clips by the scaler's norms though its closure has computed new gradients.",
-        "python/ampfuse/amp/_tensor_step.py",
-        """steps_alone = _traced.steps_alone(optimizer) and not args""",
-        """steps_alone = _traced.steps_alone(optimizer)""",
+        "python/ampfuse/optim/stepping.py",
+        """\
+        return _step_with_attributes(optimizer, signals, args, kwargs)
+    if args or has_hooks_before(optimizer):
+""",
+        """\
+        return _step_with_attributes(optimizer, signals, args, kwargs)
+    if has_hooks_before(optimizer):
+""",
         "tests/python/amp tests/python/optim",
     ),
     # --- optimizers -----------------------------------------------------------------------------
@@ -85,10 +91,11 @@ FAULTS = [
         "A change of a group's master_weights or state_dtype between steps has no effect.",
         "python/ampfuse/optim/_columns.py",
         """\
-        if kinds != self._kinds or state_options(group, self._own_options) != self._state_options:
+            if not all(known.has_options_of(group) for known, group in pairs):
+                self._groups = []
 """,
         """\
-        if kinds != self._kinds:
+            all(known.has_options_of(group) for known, group in pairs)
 """,
         "tests/python/optim",
     ),
@@ -124,16 +131,16 @@ FAULTS = [
     ),
     Fault(
         "A group's option write_back_grads is ignored; the constructor's holds for all groups.",
-        "python/ampfuse/optim/adam.py",
-        """_options.option(group, "write_back_grads", self._own_options)""",
-        """self._own_options["write_back_grads"]""",
+        "python/ampfuse/optim/_step.py",
+        """group.get("write_back_grads", optimizer._own_options["write_back_grads"])""",
+        """optimizer._own_options["write_back_grads"]""",
         "tests/python/optim",
     ),
     Fault(
         "A ZeroRedundancyOptimizer accepts a limit over all groups, and clips by a part's norm.",
-        "python/ampfuse/optim/adam.py",
-        """refuse_limits([*limits, self.max_grad_norm])""",
-        """refuse_limits(limits)""",
+        "python/ampfuse/optim/_step.py",
+        """refuse_limits([*limits_of(optimizer, groups), optimizer.max_grad_norm])""",
+        """refuse_limits(limits_of(optimizer, groups))""",
         "tests/python/optim tests/python/distributed",
     ),
     Fault(
@@ -164,14 +171,14 @@ FAULTS = [
     ),
     Fault(
         "A denominator that is a number is rounded to float32, for float64 losses too.",
-        "python/ampfuse/losses/_options.py",
+        "python/ampfuse/losses/options.py",
         """_number("denominator", denominator, torch.float64, input)""",
         """_number("denominator", denominator, torch.float32, input)""",
         "tests/python/losses",
     ),
     Fault(
         "accumulate does not count uint8 targets of class 156, which is -100 in uint8.",
-        "python/ampfuse/_accumulate.py",
+        "python/ampfuse/accumulation.py",
         """(target.long() != IGNORED).sum()""",
         """(target != IGNORED).sum()""",
         "tests/python/losses",

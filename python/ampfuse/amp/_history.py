@@ -48,6 +48,16 @@ class LastStep(NamedTuple):
     is_replayed: bool
 
 
+class HistorySnapshot(NamedTuple):
+    """All that steps and updates change in a history."""
+
+    counts: list[int]
+    norms: list[float]
+    records: list[ScaleRecord]
+    steps: list[tuple[Tensor, Inspection]]
+    last_step: LastStep
+
+
 class ScalerHistory:
     """The record of a scaler, except its scale and growth tracker, which torch's class stores."""
 
@@ -144,9 +154,24 @@ class ScalerHistory:
         if inspection is not None:
             self._steps.append((found_inf, inspection))
 
-    def last_step(self) -> LastStep:
-        """Return the record of the last step, for `put_last_step`."""
-        return LastStep(self._found_inf, self._graph_step, self._is_replayed)
+    def snapshot(self) -> HistorySnapshot:
+        """Return all that steps and updates change."""
+        return HistorySnapshot(
+            self.counts(),
+            self.norms(),
+            self.records(),
+            list(self._steps),
+            LastStep(self._found_inf, self._graph_step, self._is_replayed),
+        )
+
+    def restore(self, snapshot: HistorySnapshot) -> None:
+        """Undo all changes since a snapshot."""
+        self.set_counts(snapshot.counts)
+        self.set_norms(snapshot.norms)
+        self.put_records(snapshot.records)
+        self._steps.clear()
+        self._steps.extend(snapshot.steps)
+        self.put_last_step(snapshot.last_step)
 
     def put_last_step(self, step: LastStep) -> None:
         """Set the record: to an earlier one after a capture, or to a graph's after its replay."""

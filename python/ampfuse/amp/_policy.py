@@ -1,50 +1,14 @@
 """The options of a loss scale: types are checked here, and most ranges by the op."""
 
-import math
-import numbers
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ampfuse import ops
-from ampfuse.optim._options import described, is_flag
+from ampfuse._arguments import checked_count, checked_number, described, is_flag
 
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-149, torch.finfo(torch.float32).max
-
-
-def checked_number(name: str, value: Any) -> float:
-    """Convert a number, or a tensor with one element, which some programs save."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    return float(value)
-
-
-def checked_known(name: str, value: Any) -> float:
-    """Convert a number; raise if it is NaN."""
-    number = checked_number(name, value)
-    if math.isnan(number):
-        raise ValueError(f"{name}: expected a number, got {value}")
-    return number
-
-
-def checked_count(name: str, value: Any, least: int, most: int = 2**62) -> int:
-    """Convert an integer between `least` and `most`."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
-    if number < least:
-        raise ValueError(f"{name}: expected at least {least}, got {number}")
-    if number > most:
-        raise ValueError(f"{name}: expected at most {most}, got {number}")
-    return number
 
 
 def checked_scale(name: str, value: Any) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ampfuse._arguments import checked_count, checked_known, checked_number
 from ampfuse.amp import _policy
 from ampfuse.amp._history import NO_NORMS
 from ampfuse.amp._policy import Policy, torchs_options
@@ -47,21 +48,21 @@ def loaded(
             )
         return state[name]
 
-    scale = _policy.checked_number("scale", entry("scale"))
+    scale = checked_number("scale", entry("scale"))
     if not 0 <= scale <= _policy.FLOAT32_MAX:
         raise ValueError(f"scale: expected a finite float, at least 0, got {scale}")
     policy = policy.updated(state)
     given = {name: entry(name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
-    tracker = _policy.checked_count("_growth_tracker", entry("_growth_tracker"), 0, 2**31 - 1)
+    tracker = checked_count("_growth_tracker", entry("_growth_tracker"), 0, 2**31 - 1)
     torchs = {
         "scale": scale,
         **dict(zip(given, torchs_options(policy, **given), strict=True)),
         "_growth_tracker": tracker,
     }
     counters = zip(COUNTERS, counts, strict=True)
-    ours = [_policy.checked_count(name, state.get(name, here), least=0) for name, here in counters]
+    ours = [checked_count(name, state.get(name, here), least=0) for name, here in counters]
     pairs = zip(NORMS, norms, strict=True)
-    statistics = [_policy.checked_known(name, state.get(name, here)) for name, here in pairs]
+    statistics = [checked_known(name, state.get(name, here)) for name, here in pairs]
     return Loaded(torchs, policy, ours, statistics)
 
 
@@ -75,7 +76,7 @@ def check_pickled(state: dict[str, Any]) -> None:
     """Raise unless this is the pickled state of a scaler."""
     needed = {"_enabled", "_device"}
     if state.get("_enabled"):
-        needed |= {"_init_scale", "_init_growth_tracker", "_policy", "_history", "_inspections"}
+        needed |= {"_init_scale", "_init_growth_tracker", "policy", "_history", "_inspections"}
     missing = needed - state.keys()
     if missing:
         lacking = ", ".join(sorted(missing))

@@ -1,7 +1,5 @@
 """GradScaler: like torch's, but without host waits, and with limits, hysteresis and a history."""
 
-import copy
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,42 +8,28 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ampfuse import ops
-from ampfuse._graphs import at_compile_time, is_in_graph, make_static, traced_as
-from ampfuse._nested import params_of
+from ampfuse._arguments import checked_count
+from ampfuse._graphs import groups_of
 from ampfuse._warning import warn_caller
 from ampfuse.amp import _policy
-from ampfuse.amp._gate import Gate
+from ampfuse.amp._device_scaler import DeviceScaler, scaled
 from ampfuse.amp._history import ScaleRecord, ScalerHistory
 from ampfuse.amp._policy import Policy, torchs_options
-from ampfuse.amp._saved import COUNTERS, NORMS, check_pickled, loaded
-from ampfuse.amp._tensor_step import (
-    may_skip_on_device,
-    step_with_tensors,
+from ampfuse.amp._saved import COUNTERS, NORMS, loaded
+from ampfuse.amp.gate import Gate
+from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
+from ampfuse.gradients.inspection import (
+    Inspection,
+    norm_for,
+)
+from ampfuse.gradients.mistakes import Watch
+from ampfuse.optim.stepping import (
     takes_tensors,
     wants_the_scaler,
 )
-from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
-from ampfuse.gradients.backward_norms import BackwardNorms
-from ampfuse.gradients.devices import largest, on_device
-from ampfuse.gradients.inspection import (
-    Inspection,
-    add_norm_of_shards,
-    gradients_of,
-    inspect,
-    norm_for,
-    norm_or_refuse,
-    unscaled_norm,
-)
-from ampfuse.gradients.lists import groups_of
-from ampfuse.gradients.mistakes import Watch
-from ampfuse.optim import Adam
-
-# The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_adam.h).
-LARGEST_SCALE_WITHOUT_INVERSE = 2.0**-128
 
 
-class GradScaler(TorchGradScaler):
+class GradScaler(DeviceScaler):
     """A `torch.amp.GradScaler` that makes the host wait for the device only where it must.
 
     Arguments, attributes, private hooks, state dict and error messages are torch's, with additions.
@@ -143,23 +127,23 @@ class GradScaler(TorchGradScaler):
         self.max_consecutive_skips = max_consecutive_skips
         self.process_group = process_group
         if not self._enabled:
-            self._policy = Policy()  # set_growth_factor() etc. read it
+            self.policy = Policy()  # set_growth_factor() etc. read it
             return
-        self._policy = Policy(
+        self.policy = Policy(
             min_scale, max_scale, hysteresis, hysteresis_refill, dynamic, skip_outliers
         )
-        self._policy.check_process_group(process_group)
+        self.policy.check_process_group(process_group)
         self._init_scale = _policy.checked_scale("init_scale", init_scale)
         self._growth_factor, self._backoff_factor, self._growth_interval = torchs_options(
-            self._policy, growth_factor, backoff_factor, growth_interval
+            self.policy, growth_factor, backoff_factor, growth_interval
         )
-        self._policy.check_initial(self._init_scale)
+        self.policy.check_initial(self._init_scale)
         if max_consecutive_skips is not None:
-            _policy.checked_count("max_consecutive_skips", max_consecutive_skips, least=1)
+            checked_count("max_consecutive_skips", max_consecutive_skips, least=1)
         self._allow_fp16_grads = allow_fp16_grads
-        self._allow_no_grads = allow_no_grads
+        self.allow_no_grads = allow_no_grads
         self._history = ScalerHistory(
-            [self._policy.hysteresis, 0, 0], _policy.checked_count("history", history, least=0)
+            [self.policy.hysteresis, 0, 0], checked_count("history", history, least=0)
         )
         self._inspections: dict[int, Inspection] = {}  # by the optimizer's id, until next update
         self._watch = Watch()
@@ -200,20 +184,7 @@ class GradScaler(TorchGradScaler):
         """
         if not self._enabled:
             return
-        scale, _ = self._check_scale_growth_tracker("unscale_")
-        state = self._state_of(optimizer)
-        if state["stage"] is OptState.UNSCALED:
-            raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update(). Is "
-                "scaler.update() missing?"
-            )
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
-        self._look_for_mistakes(optimizer)
-        inv_scale = scale.double().reciprocal().float()
-        found_inf = torch.zeros_like(scale)
-        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, False)
-        state["stage"] = OptState.UNSCALED
+        self._unscale(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call `optimizer.step(*args, **kwargs)` on unscaled gradients; skip if any is non-finite.
@@ -250,45 +221,16 @@ class GradScaler(TorchGradScaler):
                 "step() has already been called since the last update(). Is scaler.update() "
                 "missing?"
             )
-        if takes_tensors(optimizer) and wants_the_scaler(optimizer):
-            if self._policy.skip_outliers is not None:
+        skips_itself = takes_tensors(optimizer)
+        if skips_itself and wants_the_scaler(optimizer):
+            if self.policy.skip_outliers is not None:
                 raise TypeError(
                     "skip_outliers: expected None for an optimizer whose step takes grad_scaler"
                 )
             result = super().step(optimizer, *args, **kwargs)
             self._note_step(optimizer, state)
             return result
-        return self._step(optimizer, state, args, kwargs)
-
-    def _step(self, optimizer: Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        """Step an optimizer that may take scale and flag as tensors, but not the scaler."""
-        skips_itself = takes_tensors(optimizer)
-        if state["stage"] is OptState.READY:
-            if skips_itself:
-                self._look_for_mistakes(optimizer)
-                self._check_inf_per_device(optimizer)
-            else:
-                self.unscale_(optimizer)
-        has_gradients = len(state["found_inf_per_device"]) > 0
-        if not (has_gradients or skips_itself or self._allow_no_grads):
-            raise AssertionError(
-                "No inf checks were recorded for this optimizer: none of its parameters has a "
-                "gradient. Did you call scaler.scale(loss).backward()? If it is intended, pass "
-                "GradScaler(allow_no_grads=True)"
-            )
-        found_inf = self._note_step(optimizer, state)
-        if skips_itself:
-            scale, inspection = None, self._inspections.get(id(optimizer))
-            if state["stage"] is OptState.READY:
-                scale = self._get_scale_async()
-                self._look_for_second_clipping(optimizer, inspection)
-            result = step_with_tensors(optimizer, scale, found_inf, inspection, args, kwargs)
-        elif has_gradients:
-            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        else:
-            result = optimizer.step(*args, **kwargs)
-        state["stage"] = OptState.STEPPED
-        return result
+        return self._step(optimizer, state, skips_itself, args, kwargs)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Unscale gradients in place, and clip their norm to `max_norm`.
@@ -353,39 +295,7 @@ class GradScaler(TorchGradScaler):
             super().update(new_scale)
             self._inspections.clear()
             return
-        found_infs = [
-            on_device(flag, scale.device)
-            for state in self._per_optimizer_states.values()
-            for flag in state["found_inf_per_device"].values()
-        ]
-        if not found_infs and not self._allow_no_grads:
-            raise AssertionError(
-                "No inf checks were recorded prior to update: no optimizer with gradients was "
-                "stepped or unscaled by the scaler since the last update. Did you call "
-                "scaler.scale(loss).backward() and scaler.step(optimizer)? If it is intended, pass "
-                "GradScaler(allow_no_grads=True)"
-            )
-        if found_infs:
-            counters, history = self._history.tensors(scale.device)
-            norm, norms = None, self._norm_statistics(scale.device)
-            if history is not None or norms is not None:
-                norm = unscaled_norm(self._inspections.values(), scale)
-            ops.update_scale(
-                scale,
-                growth_tracker,
-                counters,
-                found_infs,
-                growth_factor=self._growth_factor,
-                backoff_factor=self._backoff_factor,
-                growth_interval=self._growth_interval,
-                history=history,
-                norm=norm,
-                norms=None if norm is None else norms,
-                **self._policy.options,
-            )
-        self._per_optimizer_states.clear()
-        self._inspections.clear()
-        self._history.raise_if_collapsed(self.max_consecutive_skips)
+        self._update(scale, growth_tracker)
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows.
@@ -396,7 +306,7 @@ class GradScaler(TorchGradScaler):
         Raises:
             ValueError: The factor is out of range.
         """
-        self._growth_factor = torchs_options(self._policy, growth_factor=new_factor)[0]
+        self._growth_factor = torchs_options(self.policy, growth_factor=new_factor)[0]
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale backs off.
@@ -407,7 +317,7 @@ class GradScaler(TorchGradScaler):
         Raises:
             ValueError: The factor is out of range.
         """
-        self._backoff_factor = torchs_options(self._policy, backoff_factor=new_factor)[1]
+        self._backoff_factor = torchs_options(self.policy, backoff_factor=new_factor)[1]
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of steps in a row without overflow after which the scale grows.
@@ -418,7 +328,7 @@ class GradScaler(TorchGradScaler):
         Raises:
             ValueError: The interval is out of range.
         """
-        self._growth_interval = torchs_options(self._policy, growth_interval=new_interval)[2]
+        self._growth_interval = torchs_options(self.policy, growth_interval=new_interval)[2]
 
     def get_scale(self) -> float:
         """Return the scale as a number, for which the host waits; 1 if the scaler is disabled."""
@@ -530,7 +440,7 @@ class GradScaler(TorchGradScaler):
         own: dict[str, float] = dict(zip(COUNTERS, self._history.counts(), strict=True))
         with self._watch.unnoticed():
             own |= zip(NORMS, self._history.norms(), strict=True)
-            return {**super().state_dict(), **self._policy.options, **own}
+            return {**super().state_dict(), **self.policy.options, **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or torch's. Options that it lacks stay unchanged.
@@ -549,237 +459,10 @@ class GradScaler(TorchGradScaler):
         """
         torchs = state_dict
         if self._enabled and state_dict:
-            here = self._policy, self._history.counts(), self._history.norms()
+            here = self.policy, self._history.counts(), self._history.norms()
             state = loaded(state_dict, *here)
             state.policy.check_process_group(self.process_group)
-            self._policy, torchs = state.policy, state.torchs
+            self.policy, torchs = state.policy, state.torchs
             self._history.set_counts(state.counts)
             self._history.set_norms(state.norms)
         super().load_state_dict(torchs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle and deepcopy. Tensors are created again when needed."""
-        if not self._enabled:
-            return super().__getstate__()
-        with self._watch.unnoticed():
-            state = super().__getstate__()
-            state["_history"] = self._history.on_host()
-            state["_inspections"] = {}
-            del state["_watch"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state for pickle and deepcopy."""
-        check_pickled(state)
-        super().__setstate__(state)
-        if self._enabled:
-            self._watch = Watch()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "GradScaler":
-        """Copy the scaler; the copy has the same process group."""
-        memo[id(self.process_group)] = self.process_group
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
-
-    # --- private methods of torch's class -------------------------------------------------------
-
-    # torch.compile does not trace the methods of torch's class, so all that a step needs is here.
-
-    def _traced_scale_on(self, device: torch.device) -> Tensor:
-        self._make_scale(device)
-        assert self._scale is not None
-        return on_device(self._scale, device)
-
-    @traced_as(_traced_scale_on)
-    def _scale_on(self, device: torch.device) -> Tensor:
-        self._lazy_init_scale_growth_tracker(device)
-        assert self._scale is not None
-        return on_device(self._scale, device)
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        """Create the scale like torch's method of this name, unless it exists already.
-
-        The first to need it may be a loss that is evaluated in inference mode. Autograd could not
-        save a scale that was created there.
-        """
-        if self._scale is None:
-            with torch.inference_mode(False):
-                super()._lazy_init_scale_growth_tracker(dev)
-                assert self._scale is not None
-                self._history.tensors(self._scale.device)
-                self._norm_statistics(self._scale.device)
-
-    def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return torch's record of what was done with the optimizer since the last update."""
-        states = self._per_optimizer_states
-        if id(optimizer) not in states:  # torch.compile does not trace torch's function for this
-            states[id(optimizer)] = {"stage": OptState.READY, "found_inf_per_device": {}}
-        return states[id(optimizer)]
-
-    def _forget(self, optimizer: Optimizer) -> None:
-        """Discard what was recorded for the optimizer, since no update will follow."""
-        self._per_optimizer_states.pop(id(optimizer), None)
-        self._inspections.pop(id(optimizer), None)
-
-    @at_compile_time
-    def _make_scale(self, device: torch.device) -> None:
-        """Create the scale, the counters and the history before a graph reads them."""
-        self._lazy_init_scale_growth_tracker(device)
-        assert self._scale is not None
-        norms = self._norm_statistics(self._scale.device)
-        tensors = self._history.tensors(self._scale.device)
-        make_static([self._scale, self._growth_tracker, *tensors, norms])
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        """Return scale and growth tracker like torch's method of this name.
-
-        In a process group, some ranks may have no loss to scale, for example the first stages of a
-        pipeline. Their scale is created here, and then changes like that of the other ranks.
-        """
-        if self._scale is None and self.process_group is not None:
-            self._scale_on(torch.device(self._device))
-        if self._scale is None or self._growth_tracker is None:
-            return super()._check_scale_growth_tracker(funcname)  # raises
-        return self._scale, self._growth_tracker
-
-    def _get_scale_async(self) -> Tensor | None:
-        return self._scale
-
-    def _live_scale(self) -> Tensor:
-        if not self._enabled:
-            return torch.ones((), dtype=torch.float32)
-        self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        assert self._scale is not None
-        return self._scale
-
-    def _look_for_mistakes(self, optimizer: Optimizer) -> None:
-        """Check an optimizer's gradients, which must still be scaled, for common mistakes."""
-        if not is_in_graph():
-            assert self._scale is not None
-            grads = (param.grad for param in params_of(optimizer) if param.grad is not None)
-            self._watch.note_scaled_gradients(grads, self._scale)
-
-    def _look_for_second_clipping(
-        self, optimizer: Optimizer, inspection: Inspection | None
-    ) -> None:
-        if is_in_graph() or not isinstance(optimizer, Adam):
-            return
-        limit = optimizer.max_grad_norm
-        if limit is not None and inspection is not None and len(inspection.total_norms) == 1:
-            (scaled_norm,) = inspection.total_norms.values()
-            assert self._scale is not None
-            self._watch.note_limit(scaled_norm, limit, self._scale)
-
-    def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Tensor:
-        """Record and return the flag by which the step is skipped, on the scale's device."""
-        assert self._scale is not None
-        flags = state["found_inf_per_device"].values()
-        if flags:
-            found_inf = largest([on_device(flag, self._scale.device) for flag in flags])
-        else:  # no gradients, so no overflow
-            found_inf = torch.zeros_like(self._scale)
-        norms = self._norm_statistics(self._scale.device)
-        if norms is not None:
-            state["outlier"] = self._outlier(optimizer, norms)
-            found_inf = torch.maximum(found_inf, state["outlier"])
-        self._history.note_step(found_inf, self._inspections.get(id(optimizer)))
-        return found_inf
-
-    def _norm_statistics(self, device: torch.device) -> Tensor | None:
-        if self._policy.skip_outliers is None:
-            return None
-        return self._history.statistics(device)
-
-    def _outlier(self, optimizer: Optimizer, norms: Tensor) -> Tensor:
-        """Return a flag on the scale's device: 1 if the norm of the gradients is an outlier."""
-        assert self._scale is not None
-        if len(self._per_optimizer_states) > 1:
-            raise ValueError(
-                "skip_outliers: expected one optimizer between two updates, got "
-                f"{len(self._per_optimizer_states)}"
-            )
-        inspection = self._inspections.get(id(optimizer))
-        norm = None if inspection is None else norm_or_refuse(inspection, self._scale)
-        if norm is None:
-            return torch.zeros_like(self._scale)
-        return (norm > norms[3]).float()
-
-    def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, Tensor]:
-        """Unscale like torch's method of this name, and record the norms from the same pass.
-
-        `found_inf` is not changed; the returned flags are new tensors.
-        """
-        return self._inspect(optimizer, inv_scale, found_inf, allow_fp16, None)
-
-    def _inspect(
-        self,
-        optimizer: Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
-        known: BackwardNorms | None,
-    ) -> dict[torch.device, Tensor]:
-        with torch.no_grad():
-            gradients = gradients_of(optimizer, allow_fp16 or self._allow_fp16_grads)
-            flag = found_inf.clone()
-            flags, inspection = inspect(gradients, inv_scale, flag, self.process_group, known)
-            if self._policy.skip_outliers is not None:
-                add_norm_of_shards(optimizer, inspection)
-        self._inspections[id(optimizer)] = inspection
-        return flags
-
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        """Check gradients that are still scaled, like torch's method of this name."""
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        # A scale without a finite inverse counts as an overflow, whatever the gradients are. The
-        # quotient, rounded down, is non-zero for exactly these scales.
-        found_inf = LARGEST_SCALE_WITHOUT_INVERSE // scale
-        known = None if is_in_graph() else getattr(optimizer, "_backward_norms", None)
-        one = torch.ones_like(scale)
-        if known is None:
-            flags = self._unscale_grads_(optimizer, one, found_inf, True)
-        else:
-            flags = self._inspect(optimizer, one, found_inf, True, known)
-        self._state_of(optimizer)["found_inf_per_device"] = flags
-        inspection = self._inspections.get(id(optimizer))
-        if inspection is not None:  # a derived class may override _unscale_grads_
-            inspection.is_scaled = True
-        return flags
-
-    def _maybe_opt_step(
-        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Step unless a flag is set, like torch's method of this name.
-
-        This is the only place in a step where the host waits, once for all devices. It does not
-        wait for an `Adam` that skips on the device, if no code can notice the difference.
-        """
-        flags = list(optimizer_state["found_inf_per_device"].values())
-        if "outlier" in optimizer_state:
-            flags.append(optimizer_state["outlier"])
-        found_inf = largest(flags)
-        if may_skip_on_device(optimizer, args, kwargs):
-            inspection = self._inspections.get(id(optimizer))
-            return step_with_tensors(optimizer, None, found_inf, inspection, args, kwargs)
-        return None if found_inf.item() else optimizer.step(*args, **kwargs)
-
-
-def scaled(outputs: Any, scale_on: Callable[[torch.device], Tensor]) -> Any:
-    """Return a tensor, or an iterable of tensors, scaled; lists and tuples keep their type.
-
-    torch's scaler copies the scale to other devices without waiting. That is wrong for a CPU, which
-    reads the copy at once, perhaps before it has arrived.
-    """
-    if isinstance(outputs, Tensor):
-        return outputs * scale_on(outputs.device)
-    if not isinstance(outputs, Iterable):
-        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-    each = (scaled(output, scale_on) for output in outputs)
-    return type(outputs)(each) if isinstance(outputs, (list, tuple)) else each

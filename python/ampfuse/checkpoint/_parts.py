@@ -9,10 +9,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ampfuse._nested import tensors_in
 from ampfuse.amp import GradScaler, ScaleRecord
-from ampfuse.amp._gate import Gate
+from ampfuse.amp.gate import Gate
 from ampfuse.checkpoint._tree import is_tensor, kind_of, tensors_of
 from ampfuse.gradients.shards import is_dtensor
-from ampfuse.optim._state import MOMENTS
+from ampfuse.optim.options import MOMENTS
 
 METHODS = ("state_dict", "load_state_dict")  # of objects whose state is saved
 # Entries of optimizers' states that have the shape of the parameter.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ampfuse._random import random_states
-from ampfuse.amp._gate import Gate
+from ampfuse.amp.gate import Gate
 from ampfuse.checkpoint._errors import required
 from ampfuse.checkpoint._parts import check_parts, is_model, refuse_shards, state_of
 from ampfuse.checkpoint._ranks import (

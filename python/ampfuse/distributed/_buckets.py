@@ -9,7 +9,7 @@ from torch import Tensor
 from ampfuse import ops
 from ampfuse._graphs import is_in_backward
 from ampfuse.distributed._end_of_backward import at_the_end, keep_for_current_stream
-from ampfuse.gradients.backward_norms import BackwardNorms
+from ampfuse.gradients.signals import BackwardNorms
 
 
 class Buckets:

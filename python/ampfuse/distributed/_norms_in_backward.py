@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampfuse._nested import params_of
+from ampfuse._nested import params_of, unwrapped
 from ampfuse.distributed._buckets import Buckets
 from ampfuse.distributed._collector import Collector
-from ampfuse.gradients.backward_norms import BackwardNorms
 from ampfuse.gradients.shards import is_distributed, is_dtensor
+from ampfuse.gradients.signals import BackwardNorms
 from ampfuse.optim import Adam
-from ampfuse.optim._options import option
-from ampfuse.optim._wrappers import unwrapped
 
 
 class NormHooks:
@@ -29,8 +27,7 @@ class NormHooks:
     def remove(self) -> None:
         """Compute norms in the step again. DDP keeps its hook, and cannot get another one."""
         self._remove()
-        if self._optimizer._backward_norms is self._known:
-            self._optimizer._backward_norms = None
+        self._known.detach(self._optimizer)
 
 
 def norms_in_backward(
@@ -81,7 +78,7 @@ def norms_in_backward(
     if isinstance(model, nn.parallel.DistributedDataParallel):
         buckets = Buckets(known, groups, comm_hook or _averaging(model))
         model.register_comm_hook(buckets, Buckets.hook)
-        optimizer._backward_norms = known
+        known.attach(optimizer)
         return NormHooks(optimizer, known, buckets.stop)
     if comm_hook is not None:
         raise ValueError("comm_hook: expected None without a DistributedDataParallel")
@@ -96,16 +93,15 @@ def norms_in_backward(
         for handle in handles:
             handle.remove()
 
-    optimizer._backward_norms = known
+    known.attach(optimizer)
     return NormHooks(optimizer, known, remove)
 
 
 def _groups_of_norms(optimizer: Adam) -> dict[int, int]:
     """Return the group of each parameter, by its id; -1 for all groups that share a norm."""
-    own = optimizer._own_options
     found: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
-        shares = option(group, "max_grad_norm", own) is None
+        shares = optimizer.options_of(group)["max_grad_norm"] is None
         found |= {id(param): -1 if shares else index for param in group["params"]}
     return found
 

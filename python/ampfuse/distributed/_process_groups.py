@@ -4,11 +4,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ampfuse._nested import unwrapped
 from ampfuse.amp import GradScaler
 from ampfuse.gradients.shards import is_distributed
 from ampfuse.optim import Adam
-from ampfuse.optim._options import check_unscale
-from ampfuse.optim._wrappers import unwrapped
 
 NOT_NEEDED = (
     "Each rank steps all parameters, or its shards of DTensors: no group is needed. For a stage of "
@@ -79,9 +78,9 @@ def join_ranks(
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler: expected ampfuse.GradScaler, got {type(scaler)}. {reason}")
     if inner is not None:
-        check_unscale(inner._unscale, group)
+        inner.check_process_group(group)
     if scaler is not None:
-        scaler._policy.check_process_group(group)
+        scaler.policy.check_process_group(group)
         scaler.process_group = group
     if inner is not None:
         inner.process_group = group

@@ -1,5 +1,7 @@
 """Devices that have kernels, and 0-dim tensors on several devices."""
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,13 @@ def is_served(device: torch.device) -> bool:
     return device.type in SERVED
 
 
-def on_device(scalar: Tensor, device: torch.device) -> Tensor:
+@overload
+def on_device(scalar: Tensor, device: torch.device) -> Tensor: ...
+@overload
+def on_device(scalar: Tensor | None, device: torch.device) -> Tensor | None: ...
+def on_device(scalar: Tensor | None, device: torch.device) -> Tensor | None:
     """Return the scalar on the device. The host waits only for a copy from a GPU to the CPU."""
-    if scalar.device == device:
+    if scalar is None or scalar.device == device:
         return scalar
     return scalar.to(device, non_blocking=device.type != "cpu")
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse import _C, ops
-from ampfuse._graphs import traced_as
-from ampfuse.gradients.backward_norms import BackwardNorms, total
+from ampfuse._graphs import groups_of, traced_as
 from ampfuse.gradients.devices import largest, on_device
-from ampfuse.gradients.lists import groups_of, resolve_conjugate_grad
+from ampfuse.gradients.lists import resolve_conjugate_grad
 from ampfuse.gradients.norms import found_by_any, norm_of_shards, rounded
 from ampfuse.gradients.shards import is_distributed, is_dtensor, local, spread_dimensions
+from ampfuse.gradients.signals import BackwardNorms, total
 
 
 @dataclass
@@ -66,6 +66,7 @@ class Inspection:
     total_norms: dict[torch.device, Tensor]  # norm of this rank's gradients on each device
     are_whole: bool  # True if the total norms cover every element of every gradient
     is_scaled: bool = False  # True if the gradients were still scaled
+    backward_norms: BackwardNorms | None = None  # those of which some are in `norms`
     norm_of_shards: Tensor | None = None  # norm over all ranks, set by `add_norm_of_shards`
     unscaled_norm: Tensor | None = None  # set by `norm_or_refuse`
 
@@ -172,7 +173,8 @@ def inspect(
     if gradients.meshes or process_group is not None:
         flag = flag_of_all_ranks(found_inf, flags, gradients.meshes, process_group)
         flags = {found_inf.device: flag}
-    return flags, Inspection(identities(params), norms, total_norms, are_whole)
+    found = Inspection(identities(params), norms, total_norms, are_whole, backward_norms=known)
+    return flags, found
 
 
 class OfBackward(NamedTuple):

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampfuse._graphs import eager_only, traced_as
+from ampfuse._graphs import eager_only
 from ampfuse.gradients.shards import Sharding
 
 
@@ -29,16 +28,3 @@ def resolve_conjugate_grad(param: Tensor) -> None:
     """
     if param.grad is not None and param.grad.is_conj():
         param.grad = param.grad.resolve_conj()
-
-
-def _traced_groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    if not hasattr(optimizer, "_traced"):
-        return optimizer.param_groups  # type: ignore[no-any-return]
-    optimizer._traced.begin()
-    return optimizer._traced.param_groups  # type: ignore[no-any-return]
-
-
-@traced_as(_traced_groups_of)
-def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups, for code that may be traced."""
-    return optimizer.param_groups  # type: ignore[no-any-return]

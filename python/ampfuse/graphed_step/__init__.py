@@ -10,14 +10,10 @@ from torch import Tensor, nn
 from ampfuse import _C
 from ampfuse._nested import params_of
 from ampfuse.amp import GradScaler
-from ampfuse.gradients.shards import local
 from ampfuse.graphed_step._arguments import checked_split, device_of, expect, name_of
 from ampfuse.graphed_step._warm_up import warm_up
 from ampfuse.optim import Adam
-from ampfuse.optim._columns import Columns
-from ampfuse.optim._options import OURS, check_limit
-from ampfuse.optim._state import new_master
-from ampfuse.optim._written import WrittenParams
+from ampfuse.optim.options import OURS, check_limit
 
 # Options that a program may change without knowing, and the remedies.
 HINTS = {
@@ -135,7 +131,6 @@ class GraphedStep:
         self._options = sorted((optimizer.defaults.keys() | OURS.keys()) - {"lr"})
         self._fixed = self._read_fixed()
         self._has_had_gradients = False
-        self._written = WrittenParams()
         self._graph: torch.cuda.CUDAGraph | None = None
         if self._device.type == "cuda":
             with torch.cuda.device(self._device), self._with_own_rates():
@@ -164,13 +159,11 @@ class GraphedStep:
             with self._forgotten_if_it_fails():
                 return self._step(batch)
         _C.check_targets()
-        if self.optimizer._columns is not self._known_columns:
-            self._take_over_state()
-        self._written.adopt(self._stepped)
+        self.optimizer.restore(self._states)
         for own, tensor in zip(self._sample, batch, strict=True):
             own.copy_(tensor, non_blocking=True)
         self._graph.replay()
-        self._written.note_step(self._stepped)
+        self._states.note_step()
         self._note_replay()
         return self._loss.clone()
 
@@ -213,8 +206,9 @@ class GraphedStep:
             "optimizer.max_grad_norm": self.optimizer.max_grad_norm,
         }
         for index, group in enumerate(self.optimizer.param_groups):
+            options = self.optimizer.options_of(group)
             for name in self._options:
-                value: Any = group.get(name, self.optimizer._own_options.get(name))
+                value: Any = options.get(name)
                 # Betas are a list after loading from some files.
                 is_list = isinstance(value, list)
                 fixed[f"{name} of group {index}"] = tuple(value) if is_list else value
@@ -222,7 +216,7 @@ class GraphedStep:
             fixed["scaler.growth_factor"] = self.scaler.get_growth_factor()
             fixed["scaler.backoff_factor"] = self.scaler.get_backoff_factor()
             fixed["scaler.growth_interval"] = self.scaler.get_growth_interval()
-            fixed["scaler's other options"] = self.scaler._policy
+            fixed["scaler's other options"] = self.scaler.policy
         return fixed
 
     def _put_learning_rates(self) -> None:
@@ -253,8 +247,7 @@ class GraphedStep:
         try:
             yield
         except BaseException:
-            if self.scaler.is_enabled():
-                self.scaler._forget(self.optimizer)
+            self.scaler.forget(self.optimizer)
             raise
 
     def _step(self, batch: Sequence[Tensor]) -> Tensor:
@@ -275,7 +268,7 @@ class GraphedStep:
 
     def _check_gradients(self) -> None:
         """Raise if no parameter has a gradient: the optimizer may be that of an earlier model."""
-        if self._has_had_gradients or (self.scaler.is_enabled() and self.scaler._allow_no_grads):
+        if self._has_had_gradients or (self.scaler.is_enabled() and self.scaler.allow_no_grads):
             return
         self._has_had_gradients = any(param.grad is not None for param in params_of(self.optimizer))
         if not self._has_had_gradients:
@@ -313,12 +306,12 @@ class GraphedStep:
             warm_up(self._roots, self.optimizer, self.scaler, self._device),
         ):
             for _ in range(REHEARSALS):
+                self.optimizer.found_inf = torch.ones(())  # the step is skipped, and deletes this
                 self._step(self._sample)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         torch.clear_autocast_cache()
-        history = self.scaler._history if self.scaler.is_enabled() else None
-        before = None if history is None else history.last_step()
+        before = self.scaler.snapshot() if self.scaler.is_enabled() else None
         try:
             # Other threads, for example of data loaders, may do what a global capture forbids.
             with (
@@ -331,29 +324,12 @@ class GraphedStep:
             raise
         finally:
             torch.clear_autocast_cache()
-            if history is not None and before is not None:
-                self._replayed = history.last_step()
-                history.put_last_step(before)
+            if before is not None:
+                self._captured = self.scaler.snapshot()
+                self.scaler.restore(before)
         self._grads = [(param, param.grad) for param in params_of(self.optimizer)]
-        self._states = [
-            (param, dict(self.optimizer.state[param]))
-            for param, grad in self._grads
-            if grad is not None
-        ]
-        self._known_columns = self.optimizer._columns
-        self._stepped = [[self._masters()]]
-        self._written.note_step(self._stepped)
+        self._states = self.optimizer.snapshot()
         self._graph = graph
-
-    def _masters(self) -> Columns:
-        """Return the parameters that have float32 masters, and these. Replays write both."""
-        columns = Columns(self._device)
-        for param, state in self._states:
-            master = state.get("master_param")
-            if master is not None and master.dtype == torch.float32:  # not a remainder
-                columns.params.append(local(param))
-                columns.masters.append(local(master))
-        return columns
 
     def _note_replay(self) -> None:
         """Restore this graph's gradients and its record of the last step, after a replay."""
@@ -361,25 +337,7 @@ class GraphedStep:
             if param.grad is not grad:
                 param.grad = grad
         if self.scaler.is_enabled():
-            self.scaler._history.put_last_step(self._replayed)
-            self.scaler._history.raise_if_collapsed(self.scaler.max_consecutive_skips)
-
-    def _take_over_state(self) -> None:
-        """Copy loaded state to the tensors that the graph writes."""
-        for param, tensors in self._states:
-            state = self.optimizer.state[param]
-            for name, tensor in tensors.items():
-                loaded = state.get(name)
-                if loaded is tensor:
-                    continue
-                if loaded is not None:
-                    tensor.copy_(loaded)
-                elif name == "master_param":
-                    tensor.copy_(new_master(param, tensor.dtype))
-                else:
-                    tensor.zero_()
-                state[name] = tensor
-        self._known_columns = self.optimizer._columns
+            self.scaler.note_replay(self._captured)
 
 
 def _own_rates(rates: list[float | Tensor], device: torch.device) -> list[Tensor]:

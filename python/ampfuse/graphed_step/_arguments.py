@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.amp._policy import checked_count
+from ampfuse._arguments import checked_count
 
 
 def name_of(cls: type) -> str:

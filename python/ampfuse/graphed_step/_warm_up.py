@@ -4,16 +4,13 @@ They make libraries do the work of a first call. The optimizer's steps are skipp
 parameters nor the optimizer's state need to be copied.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from ampfuse.amp import GradScaler
-from ampfuse.amp._history import ScalerHistory
 from ampfuse.optim import Adam
 
 
@@ -28,7 +25,7 @@ def warm_up(
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(_restored_scaler(scaler, device))
-        stack.enter_context(_skipped_steps(optimizer))
+        stack.enter_context(_restored_norm(optimizer))
         for module in modules:
             stack.enter_context(_restored_gradients(module))
             stack.enter_context(_restored_buffers(module))
@@ -40,32 +37,25 @@ def _restored_scaler(scaler: GradScaler, device: torch.device) -> Iterator[None]
     if not scaler.is_enabled():
         yield
         return
-    scale = scaler._scale_on(device)
-    growth_tracker, history = scaler._growth_tracker, scaler._history
-    assert growth_tracker is not None
-    kept = dict(vars(scaler))
-    scaler._scale, scaler._growth_tracker = scale.clone(), growth_tracker.clone()
-    scaler._history = ScalerHistory(history.counts(), history.length, history.norms())
-    scaler._inspections = {}
-    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+    scaler.scale(torch.ones((), device=device))  # creates the scale there
+    before, limit = scaler.snapshot(), scaler.max_consecutive_skips
     scaler.max_consecutive_skips = None
     try:
         yield
     finally:
-        vars(scaler).update(kept)
+        scaler.max_consecutive_skips = limit
+        scaler.restore(before)
 
 
 @contextmanager
-def _skipped_steps(optimizer: Adam) -> Iterator[None]:
-    norm = optimizer._grad_norm
-    before = None if norm is None else norm.clone()
-    optimizer._is_warming_up = True
+def _restored_norm(optimizer: Adam) -> Iterator[None]:
+    """Restore the norm of the last step, and delete the flag by which steps were skipped."""
+    before = optimizer.grad_norm
     try:
         yield
     finally:
-        optimizer._is_warming_up = False
-        if optimizer._grad_norm is not None:
-            optimizer._grad_norm.copy_(before if before is not None else torch.zeros(()))
+        vars(optimizer).pop("found_inf", None)
+        optimizer.grad_norm = before
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ampfuse.losses import linear_cross_entropy
-from ampfuse.losses._options import grad_scale_of
+from ampfuse.losses.options import grad_scale_of
 
 
 class DeferredLogits:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ampfuse.integrations._deferred_logits import DeferredLogits, Head
-from ampfuse.losses._options import checked_scaler
+from ampfuse.losses.options import checked_scaler
 
 M = TypeVar("M")  # a PreTrainedModel or a PeftModel
 

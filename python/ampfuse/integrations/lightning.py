@@ -2,13 +2,13 @@
 
 from typing import Any
 
+from ampfuse._nested import unwrapped
 from ampfuse.amp import GradScaler
-from ampfuse.amp._tensor_step import takes_tensors
 from ampfuse.integrations import ScaleMetrics
 from ampfuse.integrations._required import require
 from ampfuse.integrations._scale_metrics import measured_scaler
 from ampfuse.optim import Adam
-from ampfuse.optim._wrappers import unwrapped
+from ampfuse.optim.stepping import takes_tensors
 
 require("lightning", __name__)
 

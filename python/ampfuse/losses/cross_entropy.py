@@ -8,7 +8,8 @@ from torch.autograd import forward_ad
 from typing_extensions import Unpack  # a dependency of torch
 
 from ampfuse._arguments import explain, refuse_unknown
-from ampfuse.losses._options import (
+from ampfuse.losses._transforms import raise_if_refused, refusal
+from ampfuse.losses.options import (
     DEFAULTS,
     REMEDIES,
     LossOptions,
@@ -18,7 +19,6 @@ from ampfuse.losses._options import (
     op_options,
     refuse_none,
 )
-from ampfuse.losses._transforms import raise_if_refused, refusal
 
 
 class CrossEntropyMetrics(NamedTuple):

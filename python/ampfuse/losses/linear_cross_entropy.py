@@ -10,7 +10,10 @@ from typing_extensions import Unpack  # a dependency of torch
 
 from ampfuse._arguments import explain, refuse_unknown
 from ampfuse.gradients.shards import is_dtensor
-from ampfuse.losses._options import (
+from ampfuse.losses._transforms import raise_if_refused
+from ampfuse.losses._vocab_shard import vocab_shard
+from ampfuse.losses.cross_entropy import CrossEntropyMetrics
+from ampfuse.losses.options import (
     DEFAULTS,
     REMEDIES,
     LinearLossOptions,
@@ -20,9 +23,6 @@ from ampfuse.losses._options import (
     op_options,
     refuse_none,
 )
-from ampfuse.losses._transforms import raise_if_refused
-from ampfuse.losses._vocab_shard import vocab_shard
-from ampfuse.losses.cross_entropy import CrossEntropyMetrics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # missing in some builds of torch

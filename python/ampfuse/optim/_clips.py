@@ -8,9 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.gradients.backward_norms import BackwardNorms
 from ampfuse.gradients.devices import largest, on_device
-from ampfuse.gradients.norms import Inspected, device_of, inspect, reduced, spread_shardings
+from ampfuse.gradients.norms import (
+    Inspected,
+    device_of,
+    found_by_any,
+    inspect,
+    reduced,
+    spread_shardings,
+)
+from ampfuse.gradients.shards import is_distributed
+from ampfuse.gradients.signals import Signals
 from ampfuse.optim._columns import Columns
 
 
@@ -54,32 +62,35 @@ def group_clips(
     limits: list[float | None],
     shared_limit: float | None,
     grad_norm: Tensor | None,
-    *,
-    grad_scale: Tensor | None,
-    check: bool,
+    signals: Signals,
     process_group: Any,
-    known_norms: dict[torch.device, Tensor],
-    backward_norms: BackwardNorms | None,
 ) -> tuple[list[Clip | None], Tensor | None]:
-    """Return how each group is clipped, and with `check` a flag for non-finite gradients.
+    """Return how each group is clipped, and the flag by which the step is skipped, or None.
 
     A group with a limit is clipped by its own norm. The other groups share one norm and one limit.
-    With `check`, the gradients of all groups are read. A group without gradients calls the same
-    collectives as one with gradients, since other ranks may have some.
-
-    `known_norms`: norms of all groups' gradients by device, if a scaler has just computed them.
-    `backward_norms`: norms of some gradients that were computed during backward.
+    If gradients are scaled and nobody has looked for overflow, those of all groups are read. A
+    group without gradients calls the same collectives as one with gradients, since other ranks may
+    have some.
     """
+    grad_scale = signals.grad_scale
+    check = grad_scale is not None and signals.found_inf is None
+    has_own_limits = any(limit is not None for limit in limits)
+    if not (check or has_own_limits or is_distributed()):  # the usual case
+        if shared_limit is None:
+            return [None] * len(groups), signals.found_inf
+        if signals.norms is not None and len(signals.norms) == 1:
+            (total_norm,) = signals.norms.values()
+            return [Clip(total_norm, shared_limit, grad_norm)] * len(groups), signals.found_inf
 
     def inspected_by_all(inspected_groups: list[int]) -> Inspected:
         are_known = len(inspected_groups) == len(groups) and not check
         inspected = inspect(
             [part for index in inspected_groups for part in columns[index]],
-            known_norms if are_known else {},
+            (signals.norms or {}) if are_known else {},
             spread_shardings(
                 [param for index in inspected_groups for param in groups[index]["params"]]
             ),
-            backward_norms,
+            signals.backward_norms,
         )
         if process_group is None:
             return inspected
@@ -103,4 +114,8 @@ def group_clips(
                 grad_norm.copy_(norm if grad_scale is None else norm / grad_scale)
             for index in sharing:
                 clips[index] = Clip(inspected.total_norm, shared_limit, grad_norm)
-    return clips, largest(flags) if check else None
+    if check:
+        return clips, largest(flags)
+    if signals.found_inf is not None and process_group is not None:
+        return clips, found_by_any(signals.found_inf, process_group)
+    return clips, signals.found_inf

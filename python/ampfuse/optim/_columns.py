@@ -20,8 +20,8 @@ from ampfuse._graphs import traced_as
 from ampfuse.gradients.devices import on_device
 from ampfuse.gradients.lists import GradientList, resolve_conjugate_grad
 from ampfuse.gradients.shards import is_dtensor, local, place_gradient, sharding_of
-from ampfuse.optim._options import check_params, option, state_options
 from ampfuse.optim._state import Spares, ensure
+from ampfuse.optim.options import check_params, option, state_options
 
 
 @dataclass
@@ -41,10 +41,6 @@ class Columns(GradientList):
         for tensor, copy in self.copied:
             tensor.copy_(copy)
 
-    def scalar(self, scalar: Tensor | None) -> Tensor | None:
-        """Return a scaler's tensor on the device where the op needs it."""
-        return None if scalar is None else on_device(scalar, self.device)
-
     def lr(self, lr: float | Tensor) -> Tensor:
         """Return a learning rate as the op takes it. A rate on the host stays there."""
         if not isinstance(lr, Tensor):
@@ -63,6 +59,20 @@ def _traced_rate(lr: float) -> Tensor:
 def rate(lr: float) -> Tensor:
     """Return a learning rate as a tensor."""
     return torch.scalar_tensor(float(lr), dtype=torch.float64, device="cpu")
+
+
+def op_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's options that `ops.fused_adam` takes as numbers and flags."""
+    beta1, beta2 = group["betas"]
+    return {
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "amsgrad": bool(group["amsgrad"]),
+        "maximize": bool(group["maximize"]),
+        "decoupled_weight_decay": bool(group["decoupled_weight_decay"]),
+    }
 
 
 class GroupColumns:
@@ -98,7 +108,7 @@ class GroupColumns:
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             return None
         grads, kinds = self._grads_and_kinds()
-        if kinds != self._kinds or state_options(group, self._own_options) != self._state_options:
+        if kinds != self._kinds:
             return None
         try:
             if not all(map(is_, self._steps, self._read_steps())):
@@ -109,6 +119,10 @@ class GroupColumns:
             ]
         except KeyError:  # other code has removed an entry of a state dict
             return None
+
+    def has_options_of(self, group: dict[str, Any]) -> bool:
+        """Return True if the state that the group's options demand is the one that is kept here."""
+        return state_options(group, self._own_options) == self._state_options
 
     def _read_steps(self) -> list[Any]:
         return [state["step"] for state in chain.from_iterable(self._states.values())]
@@ -161,6 +175,20 @@ class ColumnCache:
         self._states: list[dict[str, Any]] = []
         self._checked: list[Any] | None = None  # grad_kinds() that the op has accepted
         self._before_step: set[Tensor] | None = None  # params that had state before this step
+        self._options: list[Any] = []  # the values of all options that were checked
+
+    def have_options_changed(self, groups: list[dict[str, Any]], limit: float | None) -> bool:
+        """Return True if an option is another object than when `note_options` was called."""
+        now = values_of(groups, limit)
+        return len(now) != len(self._options) or not all(map(is_, now, self._options))
+
+    def note_options(self, groups: list[dict[str, Any]], limit: float | None) -> None:
+        """Record options that were checked."""
+        self._options = values_of(groups, limit)
+        if len(self._groups) == len(groups):
+            pairs = zip(self._groups, groups, strict=True)
+            if not all(known.has_options_of(group) for known, group in pairs):
+                self._groups = []
 
     def read(
         self,
@@ -216,6 +244,11 @@ class ColumnCache:
             for param in [param for param in state if param not in self._before_step]:
                 del state[param]
         self._before_step = None
+
+
+def values_of(groups: list[dict[str, Any]], limit: float | None) -> list[Any]:
+    """Return the values of all options of all groups, and the limit over all groups."""
+    return [*chain.from_iterable(group.values() for group in groups), limit]
 
 
 def grad_kinds(columns: list[list[Columns]]) -> list[Any]:

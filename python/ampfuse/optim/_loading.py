@@ -12,7 +12,18 @@ from torch.optim import Optimizer
 
 from ampfuse.gradients.shards import is_dtensor, local
 from ampfuse.optim._dcp import is_called_by_dcp
-from ampfuse.optim._options import (
+from ampfuse.optim._remainders import exported
+from ampfuse.optim._state import (
+    Spares,
+    convert_master,
+    converted,
+    master_dtype,
+    moment_dtype,
+    renew_master,
+    with_writes,
+)
+from ampfuse.optim.options import (
+    MOMENTS,
     NEEDED,
     TORCHS_OWN,
     StateOptions,
@@ -21,17 +32,6 @@ from ampfuse.optim._options import (
     is_number,
     state_options,
     without_torchs,
-)
-from ampfuse.optim._remainders import exported
-from ampfuse.optim._state import (
-    MOMENTS,
-    Spares,
-    convert_master,
-    converted,
-    master_dtype,
-    moment_dtype,
-    renew_master,
-    with_writes,
 )
 
 

@@ -6,14 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampfuse._dtypes import DTYPES_16_BIT
 from ampfuse._graphs import is_capturing
 from ampfuse.gradients.mistakes import has_number
 from ampfuse.gradients.shards import local, sharded_like
-from ampfuse.optim._options import STATE_DTYPES, StateOptions, state_dtype_name
 from ampfuse.optim._remainders import join, split
-
-DTYPES_16_BIT = (torch.float16, torch.bfloat16)
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+from ampfuse.optim.options import MOMENTS, STATE_DTYPES, StateOptions, state_dtype_name
 
 Spares = dict[Tensor, Tensor]  # by parameter: masters that the next step sets to the parameter
 

@@ -1,52 +1,22 @@
-"""The inputs of a step that is being compiled, read so that the compiler can trace and guard them.
+"""The view of an optimizer in compiled code, which the compiler can trace and guard.
 
 State is created during tracing, as torch does for its own optimizers, so that the first step needs
 no graph of its own. Gradients may come from a backward pass in the same graph. Then they exist for
 traced code, but not for other code.
 """
 
-import inspect
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import optimizer as torch_optimizer
 
-from ampfuse._graphs import at_compile_time, make_static, traced_as
+from ampfuse._graphs import at_compile_time, make_static
+from ampfuse.optim import stepping
 from ampfuse.optim._clips import grad_norm_tensor
 from ampfuse.optim._columns import Columns, is_plain, localized, refuse_sparse
-from ampfuse.optim._eager import EagerStep, signals_of
-from ampfuse.optim._options import option, state_options
 from ampfuse.optim._state import ensure
-from ampfuse.tools.measuring import may_notice
-
-
-def has_scheduler(optimizer: Any) -> bool:
-    """Return True if `step` is wrapped only by a scheduler of torch's, which counts calls."""
-    wrapped = vars(optimizer).get("step")
-    return getattr(wrapped, "_wrapped_by_lr_sched", False) and (
-        getattr(wrapped, "__wrapped__", None) is type(optimizer).step
-    )
-
-
-def steps_alone(optimizer: Any) -> bool:
-    """Return True if no other code runs between a call of `step` and Adam's own code."""
-    return (
-        ("step" not in vars(optimizer) or has_scheduler(optimizer))
-        and inspect.unwrap(type(optimizer).step) is type(optimizer)._own_step
-        and not optimizer._optimizer_step_pre_hooks
-        and not may_notice(torch_optimizer._global_optimizer_pre_hooks.values())
-    )
-
-
-def skips_unseen(optimizer: Any) -> bool:
-    """Return True if `steps_alone()`, and no hook runs after a step: it would see skipped ones."""
-    return (
-        steps_alone(optimizer)
-        and not optimizer._optimizer_step_post_hooks
-        and not may_notice(torch_optimizer._global_optimizer_post_hooks.values())
-    )
+from ampfuse.optim.options import check_limit, option, state_options
 
 
 class Traced:
@@ -61,13 +31,10 @@ class Traced:
         self._optimizer = weakref.ref(optimizer)
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
         self.has_scheduler = False
-        self.steps_alone = False
+        self.has_own_step = False
+        self.has_hooks_before = False
         self.skips_unseen = False
         self.takes_tensors = False
-        # Set while a scaler takes a step (`known_norms` in eager steps, too):
-        self.grad_scale: Tensor | None = None
-        self.found_inf: Tensor | None = None
-        self.known_norms: dict[torch.device, Tensor] = {}  # norm of all scaled gradients
 
     @at_compile_time
     def begin(self) -> None:
@@ -80,25 +47,12 @@ class Traced:
         self.param_groups = optimizer.param_groups
         for group in self.param_groups:
             make_static(group["params"], guard=False)
-        self.has_scheduler = has_scheduler(optimizer)
-        self.steps_alone = steps_alone(optimizer)
-        self.skips_unseen = skips_unseen(optimizer)
+        self.has_scheduler = stepping.has_scheduler(optimizer)
+        self.has_own_step = stepping.has_own_step(optimizer)
+        self.has_hooks_before = stepping.has_hooks_before(optimizer)
+        self.skips_unseen = stepping.skips_unseen(optimizer)
         self.takes_tensors = optimizer._step_supports_amp_scaling
         optimizer._opt_called = True  # schedulers check it
-
-    def columns(self, optimizer: Any) -> list[list[Columns]]:
-        """Return the columns of each group; create missing state."""
-        return _traced_columns(optimizer, self.param_groups)
-
-    def signals(self, optimizer: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Return `grad_scale` and `found_inf`, which a scaler or the program has set."""
-        return signals_of(optimizer)
-
-    def backward_norms(self, optimizer: Any) -> None:
-        """Return None: a graph computes all norms itself."""
-
-    def finish(self, optimizer: Any, columns: list[list[Columns]]) -> None:
-        """Record nothing: the host does not see the steps of a graph."""
 
     @at_compile_time
     def make_state(self, with_gradient: list[list[int]]) -> None:
@@ -109,9 +63,9 @@ class Traced:
             [group["params"][index] for index in indices]
             for group, indices in zip(self.param_groups, with_gradient, strict=True)
         ]
-        optimizer._grad_norm = grad_norm_tensor(
-            optimizer._grad_norm, optimizer._limits(self.param_groups), params
-        )
+        own = optimizer._own_options
+        limits = [option(group, "max_grad_norm", own) for group in self.param_groups]
+        optimizer._grad_norm = grad_norm_tensor(optimizer._grad_norm, limits, params)
         optimizer._is_in_graphs = True
         make_static([optimizer._grad_norm])
         for group, of_group in zip(self.param_groups, params, strict=True):
@@ -122,7 +76,9 @@ class Traced:
                 make_static(state.values())
 
 
-def _traced_columns(optimizer: Any, groups: list[dict[str, Any]]) -> list[list[Columns]]:
+def traced_columns(optimizer: Any, groups: list[dict[str, Any]]) -> list[list[Columns]]:
+    """Return the columns of each group; create missing state."""
+    check_limit(optimizer.max_grad_norm)
     with_gradient = [
         [index for index, param in enumerate(group["params"]) if param.grad is not None]
         for group in groups
@@ -156,14 +112,3 @@ def _group_columns(optimizer: Any, group: dict[str, Any], params: list[Tensor]) 
         return list(found.values())
     write_back_grads = option(group, "write_back_grads", optimizer._own_options)
     return [localized(columns, write_back_grads) for columns in found.values()]
-
-
-def _traced_step_of(optimizer: Any) -> Traced | EagerStep:
-    optimizer._traced.begin()
-    return optimizer._traced  # type: ignore[no-any-return]
-
-
-@traced_as(_traced_step_of)
-def step_of(optimizer: Any) -> Traced | EagerStep:
-    """Return the object from which a step reads its inputs, and to which it reports its end."""
-    return EagerStep(optimizer.param_groups)

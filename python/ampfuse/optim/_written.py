@@ -50,7 +50,7 @@ class WrittenParams:
 
     def adopt(self, columns: list[list[Columns]]) -> None:
         """Detect and adopt writes since the last step. Call this before a step."""
-        if is_capturing():
+        if not any(with_float_masters(columns)) or is_capturing():
             return
         self._warn_if_arrived()
         if self._must_compare or have_changed(self._after_step, writes(columns)):

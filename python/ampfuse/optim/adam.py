@@ -14,23 +14,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ampfuse import ops
 from ampfuse._arguments import refuse_unknown
-from ampfuse._graphs import traced_as
-from ampfuse.gradients.backward_norms import BackwardNorms
-from ampfuse.gradients.lists import groups_of
-from ampfuse.gradients.norms import found_by_any
+from ampfuse._graphs import groups_of, traced_as
 from ampfuse.gradients.shards import refuse_common_ranks
-from ampfuse.optim import _loading, _options
-from ampfuse.optim._clips import Clip, group_clips
-from ampfuse.optim._columns import ColumnCache, Columns, about_parameter, refuse_sparse
+from ampfuse.gradients.signals import Signals
+from ampfuse.optim import _loading, options
+from ampfuse.optim._columns import (
+    ColumnCache,
+    refuse_sparse,
+)
 from ampfuse.optim._dcp import is_called_by_dcp
 from ampfuse.optim._remainders import exported
+from ampfuse.optim._snapshot import Snapshot
 from ampfuse.optim._state import Spares, renew_master
-from ampfuse.optim._traced import Traced, step_of
-from ampfuse.optim._wrappers import is_wrapped_by_accelerate
+from ampfuse.optim._step import take_step
+from ampfuse.optim._traced import Traced
 from ampfuse.optim._written import WrittenParams
-from ampfuse.optim._zero import is_constructed_by_zero, refuse_limits
+from ampfuse.optim._zero import is_constructed_by_zero
+from ampfuse.optim.stepping import is_wrapped_by_accelerate
 
 OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero", "_own_options", "_unscale"}
 
@@ -38,69 +39,13 @@ OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero", "_own_options
 class Adam(torch.optim.Adam):
     """`torch.optim.Adam` with master weights, clipping and unscaling inside the step.
 
-    For float32 parameters, results equal those of torch's fused implementation or are closer to the
-    exact ones. Parameters may be float16, bfloat16 and float32 in any mixture, and so may their
-    gradients, independently. float64 and complex parameters are stepped as in torch.
-
-    The arguments from `master_weights` on are ampfuse's own. Those up to `write_back_grads` may
-    also be options of a group. State dicts hold those of a group, but not the constructor's.
-
-    Loss scaling: a step uses `grad_scale` and `found_inf`, attributes that torch's GradScaler sets
-    for it, so `scaler.unscale_(optimizer)` is not needed, not even for clipping. If only
-    `grad_scale` is set, the step itself checks for non-finite gradients, and is skipped if there
-    are any.
-
-    A learning rate in a tensor is read on its device: change it in place under CUDA graphs and
-    torch.compile. A captured graph keeps the value that a number, or a tensor on the CPU, had
-    during the capture. Take one step before a capture.
-
-    Masters are created at a parameter's first step. If other code writes a parameter later (loading
-    or averaging models, masks), its master takes over the elements that were written. Writes under
-    `torch.no_grad()` (but not through `.data`) between two eager steps of the same parameters, or
-    between two steps of a `GraphedStep`, are all noticed, with a warning the first time. A GPU may
-    miss any other write that changes fewer than 128 adjacent elements: call
-    `sync_masters_from_model()` after such a write. Tensors whose memory layout differs from their
-    parameter's are copied for the step.
+    This is `AdamW`, whose documentation describes the step, except that weight decay is added to
+    the gradient. The other arguments are those of `AdamW`.
 
     Args:
-        params: Tensors, pairs of names and tensors, or dicts of groups with options of their own.
-        lr: Learning rate: a number, or a tensor with one element, which is read on its device.
-        betas: Decay rates of the averages of the gradient and of its square.
-        eps: Number added to the denominator.
         weight_decay: Factor of weight decay. It is added to the gradient (L2 penalty), unless
             decoupled.
-        amsgrad: Divide by the largest average of squares so far (AMSGrad), one more state tensor.
-        maximize: Ascend instead of descend.
         decoupled_weight_decay: Decay the weights themselves, as `AdamW` does.
-        master_weights: `"auto"` or True keep a float32 master of each 16-bit parameter, which then
-            is the master rounded to nearest. `"remainder"` keeps only the 16 bits of the master
-            that a bfloat16 parameter lacks, 2 bytes less per element. False steps 16-bit parameters
-            themselves, which loses updates smaller than half their last bit.
-        state_dtype: Dtype of the moments, float32 or bfloat16. With bfloat16 set `betas[1]` to at
-            most 0.99: with 0.999 the second moment cannot shrink, since rounding restores it.
-        max_grad_norm: Clip the unscaled gradients to this norm, as `torch.nn.utils.clip_grad_norm_`
-            does, or None. As an argument, it limits the norm over all groups without a limit of
-            their own; as a group option, the norm of that group (inf: no clipping).
-        write_back_grads: Leave the unscaled, clipped gradients in `.grad`.
-        unscale: With `"before"`, a scaler unscales the gradients before it calls `step`, and does
-            not call it if they overflow, as with torch's optimizers that are not fused. Choose it
-            where a framework clips the gradients, or reads them in hooks (Lightning). It takes one
-            more pass, and no process group. Scalers refuse to unscale float16 gradients, unless
-            made with `allow_fp16_grads`. `"in_step"` leaves both to the step. `"auto"` is
-            `"in_step"`, except while Accelerate, which Transformers uses, wraps `step` to notice
-            whether it is called, and there is no process group.
-        process_group: Ranks that step other parameters of the same model. Norms, and the decision
-            to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler,
-            too. An optimizer with a group cannot be pickled. Ranks that hold shards of the same
-            DTensors are no such group. A ZeroRedundancyOptimizer would turn these arguments into
-            group options: pass it
-            `functools.partial(ampfuse.AdamW, max_grad_norm=..., process_group=...)` as
-            `optimizer_class`.
-
-    Raises:
-        TypeError: An argument has a wrong type, or is one of torch's that choose an implementation
-            (`foreach`, `fused`, `capturable`, `differentiable`), which do not exist here.
-        ValueError: An argument is out of range.
 
     Examples:
         >>> import torch, ampfuse
@@ -118,15 +63,14 @@ class Adam(torch.optim.Adam):
     _unscale = "auto"
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
-    _backward_norms: BackwardNorms | None = None
-    _is_warming_up = False  # True while steps are skipped, but create state
     _is_in_zero = False  # True if other ranks step other parameters
     _is_in_graphs = False  # True if graphs write the state in place
     _unscales_in_place = False  # True if a scaler's step writes gradients back
     _has_own_options = True  # False in replacements of torch's classes
-    _own_options: dict[str, Any] = _options.OURS
+    _own_options: dict[str, Any] = options.OURS
     max_grad_norm: float | None = None
     process_group: Any = None
+    found_inf: Tensor | None  # while torch's scaler steps
 
     def __init__(
         self,
@@ -147,7 +91,7 @@ class Adam(torch.optim.Adam):
         process_group: Any = None,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(type(self).__init__, unknown, _options.REMEDIES)
+        refuse_unknown(type(self).__init__, unknown, options.REMEDIES)
         defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
@@ -159,14 +103,14 @@ class Adam(torch.optim.Adam):
         }
         own_options: dict[str, Any] = {
             "master_weights": master_weights,
-            "state_dtype": _options.state_dtype_name(state_dtype),
+            "state_dtype": options.state_dtype_name(state_dtype),
             "max_grad_norm": None,  # for groups only: the argument is a limit over all groups
             "write_back_grads": write_back_grads,
         }
-        _options.check_initial(_options.plain(defaults))
-        _options.check_ours(_options.plain_flags(own_options))
-        _options.check_limit(max_grad_norm)
-        _options.check_unscale(unscale, process_group)
+        options.check_initial(options.plain(defaults))
+        options.check_ours(options.plain_flags(own_options))
+        options.check_limit(max_grad_norm)
+        options.check_unscale(unscale, process_group)
         self._unscale = unscale
         if self._has_own_options:
             self.max_grad_norm = max_grad_norm
@@ -192,14 +136,14 @@ class Adam(torch.optim.Adam):
         Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
         if self._has_own_options:
-            if _options.has_torchs(group):  # perhaps from torch's optimizer
-                group = self.param_groups[-1] = _options.without_torchs(group)
+            if options.has_torchs(group):  # perhaps from torch's optimizer
+                group = self.param_groups[-1] = options.without_torchs(group)
             if "state_dtype" in group:
-                group["state_dtype"] = _options.state_dtype_name(group["state_dtype"])
-            _options.plain(group)
+                group["state_dtype"] = options.state_dtype_name(group["state_dtype"])
+            options.plain(group)
         try:
-            _options.check_initial(group)
-            _options.check_params(group, len(self.param_groups) - 1, self._own_options)
+            options.check_initial(group)
+            options.check_params(group, len(self.param_groups) - 1, self._own_options)
             if self.process_group is not None:
                 refuse_common_ranks(group["params"], self.process_group)
         except Exception:
@@ -211,11 +155,8 @@ class Adam(torch.optim.Adam):
         """Return torch's text, with the constructor's own options in each group."""
         lines = [f"{type(self).__name__} ("]
         for index, group in enumerate(self.param_groups):
-            options = {**self._own_options, **group} if self._has_own_options else group
             lines.append(f"Parameter Group {index}")
-            lines += [
-                f"    {name}: {options[name]}" for name in sorted(options.keys() - {"params"})
-            ]
+            lines += [f"    {name}: {v}" for name, v in sorted(self.options_of(group).items())]
         return "\n".join([*lines, ")"])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -234,7 +175,7 @@ class Adam(torch.optim.Adam):
         """Restore the state for pickle, deepcopy and load_state_dict."""
         loading = self._loading
         if loading is not None:
-            _options.fill(self.param_groups, self.defaults)
+            options.fill(self.param_groups, self.defaults)
             old, new = self.param_groups, state["param_groups"]
             _loading.keep_options(new, old)
             states = _loading.new_states(old, loading, self._own_options)
@@ -258,7 +199,9 @@ class Adam(torch.optim.Adam):
             )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, signals: Signals | None = None
+    ) -> Any:
         """Update the parameters that have a gradient, and their state, in place.
 
         The host does not wait. The step is skipped on the device if a scaler has found a non-finite
@@ -267,6 +210,7 @@ class Adam(torch.optim.Adam):
         Args:
             closure: A function that is called first, with gradients enabled; it computes the loss
                 and the gradients, and returns the loss.
+            signals: What a GradScaler passes: scale, flag and norms of the gradients.
 
         Returns:
             The result of `closure`, or None.
@@ -281,7 +225,7 @@ class Adam(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         try:
-            self._step()
+            self._step(signals)
         except (RuntimeError, ValueError, TypeError):
             self._columns.forget_step(self.state)
             for group in self.param_groups:
@@ -309,38 +253,8 @@ class Adam(torch.optim.Adam):
         """
         Optimizer.zero_grad(self, set_to_none)
 
-    def _step(self) -> None:
-        _options.check_limit(self.max_grad_norm)
-        run = step_of(self)
-        groups = run.param_groups
-        limits = self._limits(groups)
-        if self._is_in_zero and self.process_group is None:
-            refuse_limits([*limits, self.max_grad_norm])
-        columns = run.columns(self)
-        grad_scale, found_inf = run.signals(self)
-        clips, found_here = group_clips(
-            groups,
-            columns,
-            limits,
-            self.max_grad_norm,
-            self._grad_norm,
-            grad_scale=grad_scale,
-            check=grad_scale is not None and found_inf is None,
-            process_group=self.process_group,
-            known_norms=self._traced.known_norms,
-            backward_norms=run.backward_norms(self),
-        )
-        if found_inf is None:
-            found_inf = found_here
-        elif self.process_group is not None:
-            found_inf = found_by_any(found_inf, self.process_group)
-        if self._is_warming_up:
-            found_inf = torch.ones((), dtype=torch.float32)
-        for group, of_group, clip in zip(groups, columns, clips, strict=True):
-            for of_device in of_group:
-                self._step_columns(group, of_device, clip, grad_scale, found_inf)
-                of_device.write_back()
-        run.finish(self, columns)
+    def _step(self, signals: Signals | None) -> None:
+        take_step(self, signals)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -359,40 +273,6 @@ class Adam(torch.optim.Adam):
         """Return True if the device may decide to skip a step, which creates state even then."""
         return True
 
-    def _limits(self, groups: list[dict[str, Any]]) -> list[float | None]:
-        return [_options.option(group, "max_grad_norm", self._own_options) for group in groups]
-
-    def _step_columns(
-        self,
-        group: dict[str, Any],
-        columns: Columns,
-        clip: Clip | None,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        try:
-            ops.fused_adam(
-                columns.params,
-                columns.grads,
-                columns.exp_avgs,
-                columns.exp_avg_sqs,
-                columns.max_exp_avg_sqs,
-                columns.state_steps,
-                columns.masters,
-                lr=columns.lr(group["lr"]),
-                **_options.of_op(group),
-                write_back_grads=(
-                    _options.option(group, "write_back_grads", self._own_options)
-                    or (self._unscales_in_place and grad_scale is not None)
-                ),
-                grad_scale=columns.scalar(grad_scale),
-                found_inf=columns.scalar(found_inf),
-                adopt_params=True,
-                **(clip.on(columns.device) if clip else {}),
-            )
-        except (TypeError, ValueError) as error:
-            raise about_parameter(error, columns, self.param_groups) from None
-
     @property
     def grad_norm(self) -> Tensor | None:
         """Norm of the last step's unscaled gradients before clipping, 0-dim, on their device.
@@ -403,6 +283,11 @@ class Adam(torch.optim.Adam):
         if self.max_grad_norm is None or self._grad_norm is None:
             return None
         return self._grad_norm.clone()
+
+    @grad_norm.setter
+    def grad_norm(self, norm: Tensor | None) -> None:
+        if self._grad_norm is not None:
+            self._grad_norm.copy_(torch.zeros(()) if norm is None else norm)
 
     def master_params(self) -> Iterator[Tensor]:
         """Iterate over the tensors that hold the full precision, in the order of the parameters.
@@ -424,6 +309,42 @@ class Adam(torch.optim.Adam):
                 if "master_param" in self.state.get(param, {}):
                     renew_master(self.state[param], param)
         self._written.forget()
+
+    def options_of(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return all options of a group, with those of the constructor that it does not have.
+
+        Args:
+            group: One of `param_groups`.
+
+        Returns:
+            The options by name, without `params`.
+        """
+        own = self._own_options if self._has_own_options else {}
+        return {name: value for name, value in {**own, **group}.items() if name != "params"}
+
+    def check_process_group(self, process_group: Any) -> None:
+        """Raise if the optimizer cannot step together with these ranks.
+
+        Args:
+            process_group: What would be its `process_group`.
+
+        Raises:
+            ValueError: The scaler would unscale before each step.
+        """
+        options.check_unscale(self._unscale, process_group)
+
+    def snapshot(self) -> Snapshot:
+        """Return the state of the parameters that have gradients, which a captured graph writes."""
+        return Snapshot(self)
+
+    @torch.no_grad()
+    def restore(self, snapshot: Snapshot) -> None:
+        """Copy the state to the tensors of a snapshot, if others have replaced them since.
+
+        Args:
+            snapshot: The result of `snapshot()` after the capture.
+        """
+        snapshot.put_back(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict. Remainders are saved as the float32 masters they represent.

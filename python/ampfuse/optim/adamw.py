@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampfuse._arguments import refuse_unknown
-from ampfuse.optim._options import REMEDIES as ADAM_REMEDIES
 from ampfuse.optim.adam import Adam
+from ampfuse.optim.options import REMEDIES as ADAM_REMEDIES
 
 REMEDIES = ADAM_REMEDIES | {"decoupled_weight_decay": "it is always True in AdamW; use Adam"}
 
@@ -22,10 +22,29 @@ class AdamW(Adam, torch.optim.AdamW):
     gradients once more. After an overflow it is skipped on the device, so the host does not wait
     for a GPU.
 
+    For float32 parameters, results equal those of torch's fused implementation or are closer to the
+    exact ones. Parameters may be float16, bfloat16 and float32 in any mixture, and so may their
+    gradients, independently. float64 and complex parameters are stepped as in torch.
+
     The arguments from `master_weights` on are ampfuse's own. Those up to `write_back_grads` may
     also be options of a group. State dicts hold those of a group, but not the constructor's.
-    This is `Adam` with decoupled weight decay; its documentation describes how the step works with
-    loss scaling, CUDA graphs, torch.compile, and other code that writes parameters.
+
+    Loss scaling: a step uses `grad_scale` and `found_inf`, attributes that torch's GradScaler sets
+    for it, so `scaler.unscale_(optimizer)` is not needed, not even for clipping. If only
+    `grad_scale` is set, the step itself checks for non-finite gradients, and is skipped if there
+    are any.
+
+    A learning rate in a tensor is read on its device: change it in place under CUDA graphs and
+    torch.compile. A captured graph keeps the value that a number, or a tensor on the CPU, had
+    during the capture. Take one step before a capture.
+
+    Masters are created at a parameter's first step. If other code writes a parameter later (loading
+    or averaging models, masks), its master takes over the elements that were written. Writes under
+    `torch.no_grad()` (but not through `.data`) between two eager steps of the same parameters, or
+    between two steps of a `GraphedStep`, are all noticed, with a warning the first time. A GPU may
+    miss any other write that changes fewer than 128 adjacent elements: call
+    `sync_masters_from_model()` after such a write. Tensors whose memory layout differs from their
+    parameter's are copied for the step.
 
     Args:
         params: Tensors, pairs of names and tensors, or dicts of groups with options of their own.

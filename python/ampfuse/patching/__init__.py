@@ -11,7 +11,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from ampfuse.patching._parts import PARTS, changing, chosen
+from ampfuse.patching.parts import PARTS, changing, chosen
 
 __all__ = ["PARTS", "patch", "patched", "unpatch"]
 

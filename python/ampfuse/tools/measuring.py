@@ -3,7 +3,7 @@
 Other hooks could notice that a skipped step was called, so for them the host has to decide.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -25,8 +25,3 @@ def hook_steps(exits: ExitStack, before: Callable[..., Any], after: Callable[...
         hooks_of_optimizers.register_optimizer_step_post_hook(after),
     ):
         exits.callback(handle.remove)
-
-
-def may_notice(hooks: Iterable[Any]) -> bool:
-    """Return True if any of the hooks could notice a skipped step."""
-    return any(not getattr(hook, "only_measures", False) for hook in hooks)

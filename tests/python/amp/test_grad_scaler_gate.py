@@ -9,7 +9,7 @@ import ampfuse.checkpoint as checkpoint
 import pytest
 import torch
 from ampfuse._host_copy import HostCopy
-from ampfuse.amp import _gate
+from ampfuse.amp import gate
 from scaler_languages import step_by
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import ExponentialLR
@@ -69,7 +69,7 @@ class LateCopy:
 
 
 def test_rate_follows_when_the_answer_has_arrived(monkeypatch):
-    monkeypatch.setattr(_gate, "HostCopy", LateCopy)
+    monkeypatch.setattr(gate, "HostCopy", LateCopy)
     training, rates = Training(torch.device("cpu")), []
     for factor in FACTORS:
         training.run([factor])
@@ -80,7 +80,7 @@ def test_rate_follows_when_the_answer_has_arrived(monkeypatch):
 
 
 def test_host_waits_if_16_answers_are_missing(monkeypatch):
-    monkeypatch.setattr(_gate, "HostCopy", LateCopy)
+    monkeypatch.setattr(gate, "HostCopy", LateCopy)
     monkeypatch.setattr(LateCopy, "latest", lambda self: None)
     training = Training(torch.device("cpu"))
     training.run([1.0] * 16)
@@ -91,7 +91,7 @@ def test_host_waits_if_16_answers_are_missing(monkeypatch):
 
 def test_state_is_that_after_all_steps(device, tmp_path, monkeypatch):
     if device.type == "cpu":
-        monkeypatch.setattr(_gate, "HostCopy", LateCopy)
+        monkeypatch.setattr(gate, "HostCopy", LateCopy)
     first, second = Training(device), Training(device)
     first.run(FACTORS)
     # The optimizer comes first, but its rate is that after all steps, too.
@@ -112,7 +112,7 @@ def test_state_is_that_after_all_steps(device, tmp_path, monkeypatch):
 def test_copy_follows_its_own_scaler(device, monkeypatch):
     """The optimizer is copied before the scheduler, which may not have followed the first step."""
     if device.type == "cpu":
-        monkeypatch.setattr(_gate, "HostCopy", LateCopy)
+        monkeypatch.setattr(gate, "HostCopy", LateCopy)
     first = Training(device)
     first.run([1.0])
     second = copy.deepcopy(first)

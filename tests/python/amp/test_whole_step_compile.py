@@ -211,7 +211,8 @@ def halve(optimizer, args, kwargs):
 @pytest.mark.parametrize("writes", ["a derived step", "a hook"])
 def test_norm_is_computed_after_the_program_changes_gradients(device, writes):
     optimizer = WritesGradients if writes == "a derived step" else ampfuse.AdamW
-    twins = Twins(device, max_grad_norm=0.25, optimizer=optimizer)
+    # A derived step takes no signals from the scaler, so it breaks the graph.
+    twins = Twins(device, max_grad_norm=0.25, optimizer=optimizer, fullgraph=writes == "a hook")
     if writes == "a hook":
         for side in twins.sides:
             side.optimizer.register_step_pre_hook(halve)
@@ -242,8 +243,7 @@ def test_training_is_unchanged_if_backward_or_hooks_break_the_graph(device, trac
     assert_same_bits(*(side.model.parameters() for side in sides))
     assert sides[0].scaler.state_dict() == sides[1].scaler.state_dict()
     assert len(calls) == 12 * hooked
-    traced = sides[0].optimizer._traced
-    assert (traced.grad_scale, traced.found_inf, traced.known_norms) == (None, None, {})
+    assert not vars(sides[0].optimizer).keys() & {"grad_scale", "found_inf"}
 
 
 def test_a_parameter_that_replaces_another_gets_state_of_its_own(device):

@@ -44,7 +44,7 @@ def test_summary_reports_the_parts_used_and_the_history_of_the_scale(programs, t
     programs.write("train.py", TRAIN)
     done, told = programs.reported("--plot", "scale.png", "train.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "ampfuse.patching._optimizers ampfuse.amp.grad_scaler\n"
+    assert done.stdout == "ampfuse.patching.optimizers ampfuse.amp.grad_scaler\n"
     assert told["program"] == "train.py"
     assert told["torch"] == torch.__version__
     assert told["ended"] == "normally"
@@ -80,7 +80,7 @@ def test_parts_are_chosen_with_only_and_without(programs):
     assert done.stderr == ""
     assert set(told["parts"]) == {"scaler", "clip_grad_norm", "cross_entropy"}
     without = programs.ours("--without=scaler", "-", input=TRAIN)
-    assert without.stdout == "ampfuse.patching._optimizers torch.amp.grad_scaler\n"
+    assert without.stdout == "ampfuse.patching.optimizers torch.amp.grad_scaler\n"
     assert "cross_entropy" in without.stderr
     assert "steps" not in without.stderr
     none = programs.ours("--only=scaler", "--without=scaler", "train.py")

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from ampfuse.patching import _losses, patch, unpatch
+from ampfuse.patching import losses, patch, unpatch
 from ampfuse.tools.diagnosis.clock import StepClock
 from ampfuse.tools.diagnosis.habits import Habits
 from ampfuse.tools.diagnosis.logits import WideLogits
@@ -142,7 +142,7 @@ def test_compilations_after_the_first_steps_are_counted(habits, monkeypatch):
 def logits(monkeypatch):
     found = WideLogits()
     patch("cross_entropy")
-    monkeypatch.setattr(_losses.USAGE, "on_input", found)
+    monkeypatch.setattr(losses.USAGE, "on_input", found)
     yield found
     unpatch()
 

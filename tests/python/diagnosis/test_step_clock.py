@@ -7,7 +7,7 @@ from itertools import islice
 import ampfuse
 import pytest
 import torch
-from ampfuse.optim import _traced
+from ampfuse.optim.stepping import skips_unseen
 from ampfuse.tools.diagnosis.phases import (
     BACKWARD,
     EVALUATION,
@@ -174,9 +174,9 @@ def test_notes_of_a_long_evaluation_are_read_meanwhile(steps):
 
 def test_optimizers_skip_on_the_device_while_steps_are_measured(steps):
     optimizer = ampfuse.AdamW([nn.Parameter(torch.zeros(3))])
-    assert _traced.skips_unseen(optimizer)
+    assert skips_unseen(optimizer)
     handle = register_optimizer_step_post_hook(lambda *_: None)
-    assert not _traced.skips_unseen(optimizer)
+    assert not skips_unseen(optimizer)
     handle.remove()
 
 

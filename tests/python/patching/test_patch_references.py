@@ -108,7 +108,7 @@ def test_interrupted_entry_into_a_patched_block_leaves_nothing_replaced(monkeypa
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ampfuse.patching._parts.exchange", interrupted)
+    monkeypatch.setattr("ampfuse.patching.parts.exchange", interrupted)
     with pytest.raises(KeyboardInterrupt), ampfuse.patched():
         pass
     assert torch.optim.AdamW is torchs

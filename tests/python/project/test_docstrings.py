@@ -76,17 +76,6 @@ def test_missing_and_surplus_arguments_are_found():
     ]
 
 
-def test_adam_and_adamw_describe_their_common_arguments_alike():
-    def arguments(optimizer):
-        section = inspect.getdoc(optimizer).split("Args:\n")[1].split("\nRaises:")[0]
-        entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-        own = ("weight_decay", "decoupled_weight_decay")
-        return {name: text for name, text in entries if name not in own}
-
-    assert len(arguments(ampfuse.Adam)) > 8
-    assert arguments(ampfuse.AdamW) == arguments(ampfuse.Adam)
-
-
 FOLDER = ROOT / "csrc" / "include" / "ampfuse"
 # The other headers in checkpoint/ have no public names.
 NAMED = ["version.h.in", "checkpoint/objects.h", "checkpoint/values.h"]

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "python" / "ampfuse"
 
 # The folders that each folder may include from, besides itself. linear/ is above cpu/, since
 # linear_cross_entropy is made of other operators. Files directly in csrc/ may include everything.
@@ -26,6 +27,26 @@ MAY_INCLUDE = {
     "amp": {"ops", "tensors"},
     "nn": {"ops", "tensors"},
     "python": {"linear", "ops", "tensors"},
+}
+
+# The packages of python/ampfuse, and the modules beside them, from which each may import. All may
+# import `ops` and the modules whose names begin with an underscore, which import nothing else.
+MAY_IMPORT = {
+    "gradients": set(),
+    "losses": {"gradients"},
+    "optim": {"gradients"},
+    "clip_grad": {"gradients"},
+    "amp": {"clip_grad", "gradients", "optim"},
+    "accumulation": {"gradients"},
+    "checkpoint": {"amp", "gradients", "optim"},
+    "distributed": {"amp", "gradients", "optim"},
+    "graphed_step": {"amp", "gradients", "optim"},
+    "integrations": {"amp", "gradients", "losses", "optim"},
+    "patching": {"amp", "clip_grad", "gradients", "losses", "optim"},
+    "env": set(),
+    "tools": {"amp", "checkpoint", "gradients", "losses", "optim", "patching", "env"},
+    "memory": {"tools"},
+    "__main__": {"env", "patching", "tools"},
 }
 
 SCALAR_TYPES = re.compile(r"torch/headeronly/|c10/util/(Half|BFloat16|complex)")
@@ -83,6 +104,37 @@ def test_folders_include_only_folders_below_them():
                 offenders.append(f"{name_of(file)} includes {name}")
     advice = "move what both folders need further down (tensors/ serves ops, optim and amp), or"
     assert_none(offenders, f"{advice} extend MAY_INCLUDE")
+
+
+def imports(file):
+    """Return the modules of ampfuse that a module imports, as tuples, with the imported names."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ampfuse":
+            _, *path = node.module.split(".")
+            for name in node.names:
+                yield (*path, name.name)
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name.startswith("ampfuse."):
+                    yield tuple(name.name.split(".")[1:])
+
+
+def test_packages_import_only_public_names_of_packages_below_them():
+    offenders = []
+    for file in tracked("python/ampfuse/*.py"):
+        room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        for path in imports(file):
+            is_shared = path[0] == "ops" or path[0].startswith("_")
+            if path[0] == room or (is_shared and path[0] != "__main__"):
+                continue
+            if room not in MAY_IMPORT or path[0] not in MAY_IMPORT[room]:
+                offenders.append(f"{name_of(file)} imports {'.'.join(path)}")
+            elif any(name.startswith("_") for name in path):
+                offenders.append(f"{name_of(file)} imports {'.'.join(path)}, which is private")
+    advice = "move what both need further down (gradients/ serves losses, optim and amp), or"
+    assert_none(offenders, f"{advice} extend MAY_IMPORT")
 
 
 def test_public_headers_include_no_private_headers():

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import ampfuse
+
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -48,6 +50,8 @@ def mistakes(value: Any) -> list[str]:
     entries = set(entries_of(doc))
     parameters = _parameters(value)
     required = {parameter.name for parameter in parameters if parameter.kind not in VARIADIC}
+    if shared := re.search(r"other\s+arguments\s+are\s+those\s+of\s+`(\w+)`", doc):
+        required -= set(entries_of(inspect.getdoc(getattr(ampfuse, shared[1])) or ""))
     allowed = {parameter.name for parameter in parameters}
     found = [f"has no `{name}:` in Args" for name in sorted(required - entries)]
     found += [f"has `{name}:` in Args, but no such argument" for name in sorted(entries - allowed)]

@@ -17,7 +17,7 @@ class FakeGraph:
 
     def replay(self):
         history = self.step.scaler._history if self.step.scaler.is_enabled() else None
-        before = history and history.last_step()
+        before = history and history.snapshot().last_step
         params = params_of(self.step.optimizer)
         grads = [param.grad for param in params]
         with capturing():
@@ -28,7 +28,7 @@ class FakeGraph:
                 captured.copy_(param.grad)
             param.grad = grad
         if history:
-            ours, now = self.step._replayed, history.last_step()
+            ours, now = self.step._captured.history.last_step, history.snapshot().last_step
             ours.found_inf.copy_(now.found_inf)
             pairs = zip(ours.graph_step[1].norms, now.graph_step[1].norms, strict=True)
             for captured, norms in pairs:

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 import ampfuse
-from ampfuse.patching._parts import PARTS, chosen
+from ampfuse.patching.parts import PARTS, chosen
 from ampfuse.tools.command.show import why_no_plot
 
 USAGE = """python -m ampfuse [options] script.py [arguments of the script]

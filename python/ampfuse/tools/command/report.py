@@ -12,8 +12,8 @@ import torch
 import ampfuse
 from ampfuse._graphs import compiled_graphs, uses_gpu
 from ampfuse.amp import GradScaler
-from ampfuse.patching._parts import Part
-from ampfuse.patching._scalers import RECORDING
+from ampfuse.patching.parts import Part
+from ampfuse.patching.scalers import RECORDING
 from ampfuse.tools.diagnosis.diagnosis import Diagnosis
 
 RECORDED_UPDATES = 2**16  # number of updates recorded for each scaler, 12 bytes each on its device

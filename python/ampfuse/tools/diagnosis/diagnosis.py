@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from ampfuse._graphs import compiled_graphs
 from ampfuse.gradients.shards import is_distributed
-from ampfuse.patching import _losses
+from ampfuse.patching import losses
 from ampfuse.tools.diagnosis import advice
 from ampfuse.tools.diagnosis.clock import StepClock
 from ampfuse.tools.diagnosis.gpu_times import GpuTimes
@@ -48,7 +48,7 @@ class Diagnosis(Listener):
         self._exits = ExitStack()
         self._exits.callback(self.growing.stop_looking)
         self.clock = StepClock(self._exits, self, self.habits, self.gpu)
-        replace(self._exits, _losses.USAGE, "on_input", self.logits)
+        replace(self._exits, losses.USAGE, "on_input", self.logits)
         self._exits.callback(self.lines.stop)
 
     def read(self, intervals: list[Interval]) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ampfuse.optim._state import DTYPES_16_BIT
+from ampfuse._dtypes import DTYPES_16_BIT
 from ampfuse.tools.program_lines import Place, current_line
 
 VIEWS = ("View", "Alias", "Slice", "Select", "Clone")  # between conversion and loss

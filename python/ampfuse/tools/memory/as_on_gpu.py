@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from ampfuse.optim._state import DTYPES_16_BIT
+from ampfuse._dtypes import DTYPES_16_BIT
 from ampfuse.tools.replacing import replace
 
 # The functions that torch's documentation lists for CUDA under "ops that autocast to float32".

@@ -11,7 +11,7 @@ from torch import nn
 
 from ampfuse._graphs import is_in_backward, uses_gpu
 from ampfuse.amp import GradScaler
-from ampfuse.patching import _optimizers
+from ampfuse.patching import optimizers
 from ampfuse.tools.memory.as_on_gpu import in_float32
 from ampfuse.tools.precision.precisions import Precision
 from ampfuse.tools.program_lines import Place, current_line
@@ -43,7 +43,7 @@ class Forcing:
         self._init: Any = torch.autocast.__init__
         replace(exits, torch.autocast, "__init__", self._changed(self._init))
         replace(exits, GradScaler, "__init__", self._with_scale(GradScaler.__init__))
-        optimizer: Any = _optimizers._InPlaceOfTorchs
+        optimizer: Any = optimizers._InPlaceOfTorchs
         replace(exits, optimizer, "__init__", self._with_masters(optimizer.__init__))
         exits.callback(self.end)
 

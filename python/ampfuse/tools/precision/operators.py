@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from ampfuse._dtypes import DTYPES_16_BIT
 from ampfuse._graphs import is_capturing, is_in_backward
 from ampfuse._nested import have_own_operators, stored_tensors_in
-from ampfuse.optim._state import DTYPES_16_BIT
 from ampfuse.tools.diagnosis.phases import BACKWARD, FORWARD
 from ampfuse.tools.precision.modules import Modules
 from ampfuse.tools.program_lines import current_line

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ampfuse.patching import patch
-from ampfuse.patching._scalers import RECORDING
+from ampfuse.patching.scalers import RECORDING
 from ampfuse.tools.command import program
 from ampfuse.tools.command.report import RECORDED_UPDATES
 from ampfuse.tools.precision.precisions import PRECISIONS

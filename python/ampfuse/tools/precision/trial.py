@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ampfuse._graphs import compiled_graphs, is_capturing, is_in_backward, uses_gpu
 from ampfuse._nested import params_of, stored_tensors_in
 from ampfuse.amp import GradScaler
-from ampfuse.patching._scalers import RECORDING
+from ampfuse.patching.scalers import RECORDING
 from ampfuse.tools.diagnosis.clock import StepClock
 from ampfuse.tools.diagnosis.phases import INPUT, Listener
 from ampfuse.tools.measuring import hook_steps, only_measures

@@ -6,8 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampfuse._arguments import described, is_flag
+
 # Groups hold the dtype's name: tools that gather checkpoints from ranks do not support dtypes.
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # entries of a state, of the same dtype
 
 # The options that torch does not have, with the values that stand for torch's behaviour. Only the
 # optimizer holds the constructor's values; a group holds those that were set for it. So groups in
@@ -45,20 +49,6 @@ def option(group: dict[str, Any], name: str, own: dict[str, Any]) -> Any:
     return group.get(name, own[name])
 
 
-def of_op(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's options that `ops.fused_adam` takes as numbers and flags."""
-    beta1, beta2 = group["betas"]
-    return {
-        "beta1": beta1,
-        "beta2": beta2,
-        "weight_decay": group["weight_decay"],
-        "eps": group["eps"],
-        "amsgrad": bool(group["amsgrad"]),
-        "maximize": bool(group["maximize"]),
-        "decoupled_weight_decay": bool(group["decoupled_weight_decay"]),
-    }
-
-
 class StateOptions(NamedTuple):
     """The options that decide which state a parameter has, and its dtypes."""
 
@@ -68,6 +58,7 @@ class StateOptions(NamedTuple):
 
 
 def state_options(group: dict[str, Any], own: dict[str, Any]) -> StateOptions:
+    """Return the options of a group that decide on the state of its parameters."""
     return StateOptions(
         option(group, "master_weights", own), option(group, "state_dtype", own), group["amsgrad"]
     )
@@ -177,17 +168,6 @@ def are_two_numbers(value: Any) -> bool:
         return len(value) == 2 and all(map(is_number, value))
     except TypeError:
         return False
-
-
-def is_flag(value: Any) -> bool:
-    """Return True if the value is a bool (numpy's included) or the integer 0 or 1."""
-    has_flag_type = type(value).__name__ in ("bool", "bool_", "int")  # without importing numpy
-    return has_flag_type and value in (0, 1)
-
-
-def described(value: Any) -> str:
-    """Return type and value for messages: `str '1e-3'`."""
-    return f"{type(value).__name__} {value!r}"
 
 
 def check_limit(max_grad_norm: float | None) -> None:

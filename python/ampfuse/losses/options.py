@@ -32,6 +32,8 @@ REMEDIES = {
 
 
 class LossOptions(TypedDict, total=False):
+    """Options of both losses."""
+
     ignore_index: int
     reduction: str
     label_smoothing: float
@@ -42,6 +44,8 @@ class LossOptions(TypedDict, total=False):
 
 
 class LinearLossOptions(LossOptions, total=False):
+    """Options of `linear_cross_entropy`."""
+
     class_weight: Tensor | None
     chunk_rows: int | None
     chunk_classes: int | None
@@ -61,6 +65,7 @@ def changed_options(module: Any, defaults: dict[str, Any]) -> str:
 
 
 def checked_scaler(scaler: Any) -> Any:
+    """Return the scaler; raise if it is something else."""
     if scaler is not None and not hasattr(scaler, "is_enabled"):
         raise TypeError(f"scaler: expected a GradScaler or None, got {type(scaler).__name__}")
     return scaler

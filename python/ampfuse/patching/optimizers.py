@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from ampfuse import optim
 from ampfuse._graphs import eager_only
 from ampfuse.gradients.devices import is_served
-from ampfuse.optim._options import OURS, TORCHS_OWN
+from ampfuse.gradients.signals import Signals
+from ampfuse.optim.options import OURS, TORCHS_OWN
 from ampfuse.patching._class_swap import ClassSwap
 from ampfuse.patching._usage import Usage
 
@@ -65,20 +66,20 @@ class _InPlaceOfTorchs(optim.Adam):
 
         If torch skips its first step, it creates no state, and schedulers warn of it.
         """
-        return bool(self.state) or self._is_warming_up
+        return bool(self.state) or "found_inf" in vars(self)  # set by GraphedStep
 
-    def _step(self) -> None:
-        super()._step()
+    def _step(self, signals: Signals | None) -> None:
+        super()._step(signals)
         USAGE.count_use()
-        self._count_avoided_wait()
+        if signals is not None:
+            self._count_avoided_wait(signals.found_inf)
 
     @eager_only
-    def _count_avoided_wait(self) -> None:
+    def _count_avoided_wait(self, found_inf: Tensor | None) -> None:
         """Count a step that a flag on a GPU may skip, and for which torch's host would have waited.
 
         Without `fused=True` torch's scaler passes no flag, but reads it, once on each device.
         """
-        found_inf = getattr(self, "found_inf", None)
         if self._unscale == "before" and found_inf is not None and found_inf.is_cuda:
             USAGE.waits_avoided += 1
 

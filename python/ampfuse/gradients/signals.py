@@ -1,12 +1,17 @@
-"""Norms of gradients that were computed during backward, and whether they are still valid."""
+"""The facts about gradients with which an optimizer steps, in one value, `Signals`.
+
+Among them are norms from the backward pass, which are valid until a gradient is written.
+"""
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampfuse import ops
+from ampfuse._arguments import described
+from ampfuse._graphs import is_capturing
 from ampfuse.gradients.devices import largest
 from ampfuse.gradients.shards import local
 
@@ -50,6 +55,22 @@ class BackwardNorms:
     def __init__(self) -> None:
         self._records: list[Record] = []
 
+    @staticmethod
+    def of(optimizer: Any) -> "BackwardNorms | None":
+        """Return the norms that are computed for an optimizer. Graphs compute their own."""
+        if torch.compiler.is_compiling() or not _OF_OPTIMIZERS or is_capturing():
+            return None
+        return _OF_OPTIMIZERS.get(optimizer)
+
+    def attach(self, optimizer: Any) -> None:
+        """Let the optimizer's steps use these norms."""
+        _OF_OPTIMIZERS[optimizer] = self
+
+    def detach(self, optimizer: Any) -> None:
+        """Undo `attach`, unless other norms were attached since."""
+        if _OF_OPTIMIZERS.get(optimizer) is self:
+            del _OF_OPTIMIZERS[optimizer]
+
     @torch.no_grad()
     def add(self, grads: list[Tensor], result: ops.MultiTensorNorm) -> None:
         """Record the norms of gradients that have just been computed."""
@@ -89,3 +110,43 @@ def total(norms: list[Tensor]) -> Tensor:
     if len(norms) == 1:
         return norms[0]
     return ops.multi_tensor_norm(norms, dtype=torch.float64).total_norm
+
+
+_OF_OPTIMIZERS: "weakref.WeakKeyDictionary[Any, BackwardNorms]" = weakref.WeakKeyDictionary()
+
+
+class Signals(NamedTuple):
+    """The facts that a scaler, the program or a backward pass has found out about gradients."""
+
+    grad_scale: Tensor | None = None
+    """The factor by which the gradients are still multiplied, or None for 1."""
+    found_inf: Tensor | None = None
+    """If this flag is not 0, the step is skipped. None: nobody has looked for overflow."""
+    norms: dict[torch.device, Tensor] | None = None
+    """Norms of all gradients on each device, as they are now."""
+    backward_norms: BackwardNorms | None = None
+    """Norms of some gradients, from the backward pass."""
+
+    def with_attributes(self, optimizer: Any) -> "Signals":
+        """Return these signals and those that a program has set as attributes of its optimizer.
+
+        The attributes `grad_scale` and `found_inf` are torch's way, in which its own scaler passes
+        both.
+        """
+        scale = getattr(optimizer, "grad_scale", None)
+        flag = getattr(optimizer, "found_inf", None)
+        if scale is None and flag is None:
+            return self
+        for name, value in (("grad_scale", scale), ("found_inf", flag)):
+            if value is not None and not isinstance(value, Tensor):
+                raise TypeError(f"{name}: expected None or a tensor, got {described(value)}")
+        if scale is not None and self.grad_scale is not None:
+            scale = self.grad_scale * scale
+        if flag is not None and self.found_inf is not None:
+            flag = torch.maximum(self.found_inf, flag.to(self.found_inf))
+        return Signals(
+            self.grad_scale if scale is None else scale,
+            self.found_inf if flag is None else flag,
+            self.norms,
+            self.backward_norms,
+        )

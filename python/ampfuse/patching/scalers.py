@@ -39,6 +39,7 @@ class Recording:
         self.scalers: deque[GradScaler] = deque(maxlen=16)
 
     def note(self, scaler: GradScaler) -> None:
+        """Keep the scaler, if recording."""
         if self.history and scaler.is_enabled():
             self.made += 1
             # Keep a twin that shares the attributes, so that the program's own scaler can be freed.

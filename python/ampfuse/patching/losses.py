@@ -15,10 +15,10 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from torch.utils._device import DeviceContext
 
+from ampfuse._dtypes import DTYPES_16_BIT
 from ampfuse._graphs import traced_as
 from ampfuse.gradients.devices import is_served
-from ampfuse.losses._options import REDUCTIONS
-from ampfuse.optim._state import DTYPES_16_BIT
+from ampfuse.losses.options import REDUCTIONS
 from ampfuse.patching._usage import Usage
 
 USAGE = Usage("cross_entropy")
@@ -32,6 +32,8 @@ original = functional.cross_entropy
 
 
 def replacement(is_on: Callable[[], bool]) -> Any:
+    """Return the replacement of `torch.nn.functional.cross_entropy`."""
+
     @functools.wraps(original)
     def cross_entropy(
         input: Tensor,

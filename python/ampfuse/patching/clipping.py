@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils import clip_grad as torch_clip_grad
 
+from ampfuse._dtypes import DTYPES_16_BIT
 from ampfuse.clip_grad import TensorOrTensors, clip_grad_norm_
-from ampfuse.optim._state import DTYPES_16_BIT
 from ampfuse.patching._usage import Usage
 
 USAGE = Usage("clip_grad_norm")
@@ -20,6 +20,8 @@ original = torch_clip_grad.clip_grad_norm_
 
 
 def replacement(is_on: Callable[[], bool]) -> Any:
+    """Return the replacement of `torch.nn.utils.clip_grad_norm_`."""
+
     @functools.wraps(original)
     def replaced(parameters: TensorOrTensors, *rest: Any, **named: Any) -> Tensor:
         if not is_on():

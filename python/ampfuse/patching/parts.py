@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ampfuse._arguments import suggestion
-from ampfuse.patching import _clipping, _losses, _optimizers, _scalers
+from ampfuse.patching import clipping, losses, optimizers, scalers
 from ampfuse.patching._references import exchange
 from ampfuse.patching._usage import Usage
 
@@ -51,27 +51,27 @@ class Part:
 
 
 def _parts() -> Iterator[Part]:
-    scaler = Part(_scalers.USAGE)
-    for original, ours in _scalers.KINDS:
+    scaler = Part(scalers.USAGE)
+    for original, ours in scalers.KINDS:
         home = original.__module__
         modules = [home, home.removesuffix(".grad_scaler")]
         if original is torch.GradScaler:
             modules.append("torch")
-        made = _scalers.replacement(original, ours, scaler.is_on)
+        made = scalers.replacement(original, ours, scaler.is_on)
         scaler.register(original, made, modules)
     yield scaler
-    optimizers = Part(_optimizers.USAGE)
-    for cls in _optimizers.CLASSES:
-        made = _optimizers.replacement(cls, optimizers.is_on)
-        optimizers.register(made.original, made, [made.original.__module__, "torch.optim"])
-    yield optimizers
-    loss = Part(_losses.USAGE)
-    loss.register(_losses.original, _losses.replacement(loss.is_on), ["torch.nn.functional"])
+    optimizer = Part(optimizers.USAGE)
+    for cls in optimizers.CLASSES:
+        made = optimizers.replacement(cls, optimizer.is_on)
+        optimizer.register(made.original, made, [made.original.__module__, "torch.optim"])
+    yield optimizer
+    loss = Part(losses.USAGE)
+    loss.register(losses.original, losses.replacement(loss.is_on), ["torch.nn.functional"])
     yield loss
-    clipping = Part(_clipping.USAGE)
+    clip = Part(clipping.USAGE)
     modules = ["torch.nn.utils.clip_grad", "torch.nn.utils"]
-    clipping.register(_clipping.original, _clipping.replacement(clipping.is_on), modules)
-    yield clipping
+    clip.register(clipping.original, clipping.replacement(clip.is_on), modules)
+    yield clip
 
 
 PARTS: dict[str, Part] = {part.name: part for part in _parts()}

@@ -1,0 +1,433 @@
+"""A scaler whose steps and updates stay on the device: what torch's class does in private methods.
+
+torch.compile does not trace the methods of torch's class, so all that a step needs is here.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from ampfuse import ops
+from ampfuse._graphs import at_compile_time, eager_only, is_capturing, make_static, traced_as
+from ampfuse._nested import params_of
+from ampfuse.amp._history import HistorySnapshot, ScalerHistory
+from ampfuse.amp._policy import Policy
+from ampfuse.amp._saved import check_pickled
+from ampfuse.gradients.devices import largest, on_device
+from ampfuse.gradients.inspection import (
+    Inspection,
+    add_norm_of_shards,
+    gradients_of,
+    inspect,
+    norm_or_refuse,
+    unscaled_norm,
+)
+from ampfuse.gradients.mistakes import Watch
+from ampfuse.gradients.signals import BackwardNorms, Signals
+from ampfuse.optim.stepping import may_skip_on_device, step_with
+
+# The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_adam.h).
+LARGEST_SCALE_WITHOUT_INVERSE = 2.0**-128
+
+Self = TypeVar("Self", bound="DeviceScaler")
+
+
+class ScalerSnapshot(NamedTuple):
+    """All that steps and updates change in a scaler."""
+
+    scale: Tensor
+    growth_tracker: Tensor
+    history: HistorySnapshot
+    per_optimizer_states: dict[int, dict[str, Any]]
+    inspections: dict[int, Inspection]
+
+
+class DeviceScaler(TorchGradScaler):
+    """The base of `GradScaler`, which has the public methods and sets these attributes."""
+
+    policy: Policy
+    process_group: Any
+    max_consecutive_skips: int | None
+    allow_no_grads: bool
+    _allow_fp16_grads: bool
+    _history: ScalerHistory
+    _inspections: dict[int, Inspection]
+    _watch: Watch
+
+    # --- steps and updates ----------------------------------------------------------------------
+
+    def _step(
+        self,
+        optimizer: Optimizer,
+        state: dict[str, Any],
+        takes_tensors: bool,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Step an optimizer that may take scale and flag as tensors, but not the scaler."""
+        if state["stage"] is OptState.READY:
+            if takes_tensors:
+                self._look_for_mistakes(optimizer)
+                self._check_inf_per_device(optimizer)
+                self._look_for_second_clipping(optimizer)
+            else:
+                self.unscale_(optimizer)
+        has_gradients = len(state["found_inf_per_device"]) > 0
+        if not (has_gradients or takes_tensors or self.allow_no_grads):
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer: none of its parameters has a "
+                "gradient. Did you call scaler.scale(loss).backward()? If it is intended, pass "
+                "GradScaler(allow_no_grads=True)"
+            )
+        found_inf = self._note_step(optimizer, state)
+        if takes_tensors:
+            result = step_with(optimizer, self._signals(optimizer, found_inf), args, kwargs)
+        elif has_gradients:
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        else:
+            result = optimizer.step(*args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._state_of(optimizer)
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update(). Is "
+                "scaler.update() missing?"
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        self._look_for_mistakes(optimizer)
+        inv_scale = scale.double().reciprocal().float()
+        found_inf = torch.zeros_like(scale)
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, False)
+        state["stage"] = OptState.UNSCALED
+
+    def _signals(self, optimizer: Optimizer, found_inf: Tensor) -> Signals:
+        """Return what is known about an optimizer's gradients, which may still be scaled."""
+        inspection = self._inspections.get(id(optimizer))
+        if self._state_of(optimizer)["stage"] is OptState.UNSCALED:
+            return Signals(None, found_inf, None, BackwardNorms.of(optimizer))
+        if inspection is None:  # a derived class has overridden _unscale_grads_
+            return Signals(self._get_scale_async(), found_inf)
+        norms = inspection.total_norms if inspection.is_scaled else None
+        return Signals(self._get_scale_async(), found_inf, norms, inspection.backward_norms)
+
+    def _update(self, scale: Tensor, growth_tracker: Tensor) -> None:
+        """Update the scale, as the flags of all steps since the last update demand."""
+        found_infs = [
+            on_device(flag, scale.device)
+            for state in self._per_optimizer_states.values()
+            for flag in state["found_inf_per_device"].values()
+        ]
+        if not found_infs and not self.allow_no_grads:
+            raise AssertionError(
+                "No inf checks were recorded prior to update: no optimizer with gradients was "
+                "stepped or unscaled by the scaler since the last update. Did you call "
+                "scaler.scale(loss).backward() and scaler.step(optimizer)? If it is intended, pass "
+                "GradScaler(allow_no_grads=True)"
+            )
+        if found_infs:
+            counters, history = self._history.tensors(scale.device)
+            norm, norms = None, self._norm_statistics(scale.device)
+            if history is not None or norms is not None:
+                norm = unscaled_norm(self._inspections.values(), scale)
+            ops.update_scale(
+                scale,
+                growth_tracker,
+                counters,
+                found_infs,
+                growth_factor=self._growth_factor,
+                backoff_factor=self._backoff_factor,
+                growth_interval=self._growth_interval,
+                history=history,
+                norm=norm,
+                norms=None if norm is None else norms,
+                **self.policy.options,
+            )
+        self._per_optimizer_states.clear()
+        self._inspections.clear()
+        self._history.raise_if_collapsed(self.max_consecutive_skips)
+
+    # --- steps that are tried, captured and replayed --------------------------------------------
+
+    def snapshot(self) -> ScalerSnapshot:
+        """Return all that steps and updates change. Its tensors are copies."""
+        scale, tracker = self._live_scale(), self._growth_tracker
+        assert tracker is not None
+        return ScalerSnapshot(
+            scale.clone(),
+            tracker.clone(),
+            self._history.snapshot(),
+            {key: dict(state) for key, state in self._per_optimizer_states.items()},
+            dict(self._inspections),
+        )
+
+    def restore(self, snapshot: ScalerSnapshot) -> None:
+        """Undo all changes since a snapshot. Tensors are written in place.
+
+        Args:
+            snapshot: The result of `snapshot()`.
+        """
+        assert self._scale is not None
+        assert self._growth_tracker is not None
+        self._scale.copy_(snapshot.scale)
+        self._growth_tracker.copy_(snapshot.growth_tracker)
+        self._history.restore(snapshot.history)
+        self._per_optimizer_states.clear()
+        self._per_optimizer_states.update(snapshot.per_optimizer_states)
+        self._inspections = dict(snapshot.inspections)
+
+    def note_replay(self, captured: ScalerSnapshot) -> None:
+        """Record that a graph was replayed.
+
+        Args:
+            captured: The snapshot that was taken after the capture.
+
+        Raises:
+            ScaleCollapseError: `max_consecutive_skips` steps in a row overflowed.
+        """
+        self._history.put_last_step(captured.history.last_step)
+        self._history.raise_if_collapsed(self.max_consecutive_skips)
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Discard what was recorded for an optimizer, since its step failed: no update follows.
+
+        Args:
+            optimizer: The optimizer whose step failed.
+        """
+        if self._enabled:
+            self._per_optimizer_states.pop(id(optimizer), None)
+            self._inspections.pop(id(optimizer), None)
+
+    # --- copies ---------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for pickle and deepcopy. Tensors are created again when needed."""
+        if not self._enabled:
+            return super().__getstate__()
+        with self._watch.unnoticed():
+            state = super().__getstate__()
+            state["_history"] = self._history.on_host()
+            state["_inspections"] = {}
+            del state["_watch"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state for pickle and deepcopy."""
+        check_pickled(state)
+        super().__setstate__(state)
+        if self._enabled:
+            self._watch = Watch()
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        """Copy the scaler; the copy has the same process group."""
+        memo[id(self.process_group)] = self.process_group
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    # --- private methods of torch's class -------------------------------------------------------
+
+    def _traced_scale_on(self, device: torch.device) -> Tensor:
+        self._make_scale(device)
+        assert self._scale is not None
+        return on_device(self._scale, device)
+
+    @traced_as(_traced_scale_on)
+    def _scale_on(self, device: torch.device) -> Tensor:
+        self._lazy_init_scale_growth_tracker(device)
+        assert self._scale is not None
+        return on_device(self._scale, device)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Create the scale like torch's method of this name, unless it exists already.
+
+        The first to need it may be a loss that is evaluated in inference mode. Autograd could not
+        save a scale that was created there.
+        """
+        if self._scale is None:
+            with torch.inference_mode(False):
+                super()._lazy_init_scale_growth_tracker(dev)
+                assert self._scale is not None
+                self._history.tensors(self._scale.device)
+                self._norm_statistics(self._scale.device)
+
+    def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return torch's record of what was done with the optimizer since the last update."""
+        states = self._per_optimizer_states
+        if id(optimizer) not in states:  # torch.compile does not trace torch's function for this
+            states[id(optimizer)] = {"stage": OptState.READY, "found_inf_per_device": {}}
+        return states[id(optimizer)]
+
+    @at_compile_time
+    def _make_scale(self, device: torch.device) -> None:
+        """Create the scale, the counters and the history before a graph reads them."""
+        self._lazy_init_scale_growth_tracker(device)
+        assert self._scale is not None
+        norms = self._norm_statistics(self._scale.device)
+        tensors = self._history.tensors(self._scale.device)
+        make_static([self._scale, self._growth_tracker, *tensors, norms])
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        """Return scale and growth tracker like torch's method of this name.
+
+        In a process group, some ranks may have no loss to scale, for example the first stages of a
+        pipeline. Their scale is created here, and then changes like that of the other ranks.
+        """
+        if self._scale is None and self.process_group is not None:
+            self._scale_on(torch.device(self._device))
+        if self._scale is None or self._growth_tracker is None:
+            return super()._check_scale_growth_tracker(funcname)  # raises
+        return self._scale, self._growth_tracker
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self._scale
+
+    def _live_scale(self) -> Tensor:
+        if not self._enabled:
+            return torch.ones((), dtype=torch.float32)
+        self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        assert self._scale is not None
+        return self._scale
+
+    @eager_only
+    def _look_for_mistakes(self, optimizer: Optimizer) -> None:
+        """Check an optimizer's gradients, which must still be scaled, for common mistakes."""
+        if self._watch.is_done or is_capturing():
+            return
+        assert self._scale is not None
+        grads = (param.grad for param in params_of(optimizer) if param.grad is not None)
+        self._watch.note_scaled_gradients(grads, self._scale)
+
+    @eager_only
+    def _look_for_second_clipping(self, optimizer: Optimizer) -> None:
+        """Check whether the program has clipped to the limit to which the optimizer clips."""
+        if self._watch.is_done or is_capturing():
+            return
+        limit = getattr(optimizer, "max_grad_norm", None)
+        inspection = self._inspections.get(id(optimizer))
+        if limit is not None and inspection is not None and len(inspection.total_norms) == 1:
+            (scaled_norm,) = inspection.total_norms.values()
+            assert self._scale is not None
+            self._watch.note_limit(scaled_norm, limit, self._scale)
+
+    def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Tensor:
+        """Record and return the flag by which the step is skipped, on the scale's device."""
+        assert self._scale is not None
+        flags = state["found_inf_per_device"].values()
+        if flags:
+            found_inf = largest([on_device(flag, self._scale.device) for flag in flags])
+        else:  # no gradients, so no overflow
+            found_inf = torch.zeros_like(self._scale)
+        norms = self._norm_statistics(self._scale.device)
+        if norms is not None:
+            state["outlier"] = self._outlier(optimizer, norms)
+            found_inf = torch.maximum(found_inf, state["outlier"])
+        self._history.note_step(found_inf, self._inspections.get(id(optimizer)))
+        return found_inf
+
+    def _norm_statistics(self, device: torch.device) -> Tensor | None:
+        if self.policy.skip_outliers is None:
+            return None
+        return self._history.statistics(device)
+
+    def _outlier(self, optimizer: Optimizer, norms: Tensor) -> Tensor:
+        """Return a flag on the scale's device: 1 if the norm of the gradients is an outlier."""
+        assert self._scale is not None
+        if len(self._per_optimizer_states) > 1:
+            raise ValueError(
+                "skip_outliers: expected one optimizer between two updates, got "
+                f"{len(self._per_optimizer_states)}"
+            )
+        inspection = self._inspections.get(id(optimizer))
+        norm = None if inspection is None else norm_or_refuse(inspection, self._scale)
+        if norm is None:
+            return torch.zeros_like(self._scale)
+        return (norm > norms[3]).float()
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """Unscale like torch's method of this name, and record the norms from the same pass.
+
+        `found_inf` is not changed; the returned flags are new tensors.
+        """
+        return self._inspect(optimizer, inv_scale, found_inf, allow_fp16, None)
+
+    def _inspect(
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+        known: BackwardNorms | None,
+    ) -> dict[torch.device, Tensor]:
+        with torch.no_grad():
+            gradients = gradients_of(optimizer, allow_fp16 or self._allow_fp16_grads)
+            flag = found_inf.clone()
+            flags, inspection = inspect(gradients, inv_scale, flag, self.process_group, known)
+            if self.policy.skip_outliers is not None:
+                add_norm_of_shards(optimizer, inspection)
+        self._inspections[id(optimizer)] = inspection
+        return flags
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        """Check gradients that are still scaled, like torch's method of this name."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        # A scale without a finite inverse counts as an overflow, whatever the gradients are. The
+        # quotient, rounded down, is non-zero for exactly these scales.
+        found_inf = LARGEST_SCALE_WITHOUT_INVERSE // scale
+        known = BackwardNorms.of(optimizer)
+        one = torch.ones_like(scale)
+        if known is None:
+            flags = self._unscale_grads_(optimizer, one, found_inf, True)
+        else:
+            flags = self._inspect(optimizer, one, found_inf, True, known)
+        self._state_of(optimizer)["found_inf_per_device"] = flags
+        inspection = self._inspections.get(id(optimizer))
+        if inspection is not None:  # a derived class may override _unscale_grads_
+            inspection.is_scaled = True
+        return flags
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Step unless a flag is set, like torch's method of this name.
+
+        This is the only place in a step where the host waits, once for all devices. It does not
+        wait for an `Adam` that skips on the device, if no code can notice the difference.
+        """
+        flags = list(optimizer_state["found_inf_per_device"].values())
+        if "outlier" in optimizer_state:
+            flags.append(optimizer_state["outlier"])
+        found_inf = largest(flags)
+        if may_skip_on_device(optimizer, args, kwargs):
+            return step_with(optimizer, self._signals(optimizer, found_inf), args, kwargs)
+        return None if found_inf.item() else optimizer.step(*args, **kwargs)
+
+
+def scaled(outputs: Any, scale_on: Callable[[torch.device], Tensor]) -> Any:
+    """Return a tensor, or an iterable of tensors, scaled; lists and tuples keep their type.
+
+    torch's scaler copies the scale to other devices without waiting. That is wrong for a CPU, which
+    reads the copy at once, perhaps before it has arrived.
+    """
+    if isinstance(outputs, Tensor):
+        return outputs * scale_on(outputs.device)
+    if not isinstance(outputs, Iterable):
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+    each = (scaled(output, scale_on) for output in outputs)
+    return type(outputs)(each) if isinstance(outputs, (list, tuple)) else each

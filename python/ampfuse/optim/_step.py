@@ -1,0 +1,124 @@
+"""One step of Adam: lists, signals, clipping, kernels.
+
+Code that torch.compile traces reads the lists in another way, see `_traced`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse import ops
+from ampfuse._graphs import eager_only, groups_of, is_capturing, traced_as
+from ampfuse.gradients.devices import on_device
+from ampfuse.gradients.mistakes import note_step_without_scaler
+from ampfuse.gradients.signals import BackwardNorms, Signals
+from ampfuse.optim import options
+from ampfuse.optim._clips import Clip, grad_norm_tensor, group_clips
+from ampfuse.optim._columns import Columns, about_parameter, op_options
+from ampfuse.optim._traced import traced_columns
+from ampfuse.optim._zero import refuse_limits
+
+
+def take_step(optimizer: Any, signals: Signals | None) -> None:
+    """Take a step with a scaler's signals, or with those that the optimizer has itself."""
+    groups = groups_of(optimizer)
+    if optimizer._is_in_zero and optimizer.process_group is None:
+        refuse_limits([*limits_of(optimizer, groups), optimizer.max_grad_norm])
+    columns = read_columns(optimizer, groups)
+    signals = known_signals(optimizer, signals)
+    clips, found_inf = group_clips(
+        groups,
+        columns,
+        limits_of(optimizer, groups),
+        optimizer.max_grad_norm,
+        optimizer._grad_norm,
+        signals,
+        optimizer.process_group,
+    )
+    for group, of_group, clip in zip(groups, columns, clips, strict=True):
+        for of_device in of_group:
+            step_columns(optimizer, group, of_device, clip, signals.grad_scale, found_inf)
+            if of_device.copied:
+                of_device.write_back()
+    note_step(optimizer, columns)
+
+
+def limits_of(optimizer: Any, groups: list[dict[str, Any]]) -> list[float | None]:
+    """Return the limit that each group has of its own, or None."""
+    own = optimizer._own_options["max_grad_norm"]
+    return [group.get("max_grad_norm", own) for group in groups]
+
+
+@traced_as(traced_columns)
+def read_columns(optimizer: Any, groups: list[dict[str, Any]]) -> list[list[Columns]]:
+    """Return the columns of each group; create missing state, and check everything."""
+    cache = optimizer._columns
+    if cache.have_options_changed(groups, optimizer.max_grad_norm):
+        options.check_groups(groups, optimizer.defaults)
+        options.check_limit(optimizer.max_grad_norm)
+        cache.note_options(groups, optimizer.max_grad_norm)
+    optimizer._is_in_graphs = optimizer._is_in_graphs or is_capturing()
+    columns: list[list[Columns]] = cache.read(groups, optimizer.state, optimizer._spare_masters)
+    # A call of the op that raises writes nothing itself, but earlier calls would have stepped. So
+    # several calls are checked by a skipped step, before any of them writes.
+    if cache.may_be_refused(columns):
+        for group, of_group in zip(groups, columns, strict=True):
+            for of_device in of_group:
+                skip = torch.ones((), dtype=torch.float32, device=of_device.device)
+                step_columns(optimizer, group, of_device, None, None, found_inf=skip)
+        cache.note_check(columns)
+    optimizer._written.adopt(columns)
+    limits = limits_of(optimizer, groups)
+    optimizer._grad_norm = grad_norm_tensor(optimizer._grad_norm, limits, columns)
+    return columns
+
+
+def known_signals(optimizer: Any, given: Signals | None) -> Signals:
+    """Return what is known about the gradients: from a scaler, the program, or backward."""
+    if given is not None:
+        return given.with_attributes(optimizer)
+    signals = Signals(backward_norms=BackwardNorms.of(optimizer)).with_attributes(optimizer)
+    if signals.grad_scale is None and signals.found_inf is None:
+        note_step_without_scaler()
+    return signals
+
+
+def step_columns(
+    optimizer: Any,
+    group: dict[str, Any],
+    columns: Columns,
+    clip: Clip | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Step the parameters of one group and device."""
+    write_back_grads = group.get("write_back_grads", optimizer._own_options["write_back_grads"])
+    if optimizer._unscales_in_place and grad_scale is not None:
+        write_back_grads = True
+    try:
+        ops.fused_adam(
+            columns.params,
+            columns.grads,
+            columns.exp_avgs,
+            columns.exp_avg_sqs,
+            columns.max_exp_avg_sqs,
+            columns.state_steps,
+            columns.masters,
+            lr=columns.lr(group["lr"]),
+            **op_options(group),
+            write_back_grads=write_back_grads,
+            grad_scale=on_device(grad_scale, columns.device),
+            found_inf=on_device(found_inf, columns.device),
+            adopt_params=True,
+            **(clip.on(columns.device) if clip else {}),
+        )
+    except (TypeError, ValueError) as error:
+        raise about_parameter(error, columns, optimizer.param_groups) from None
+
+
+@eager_only
+def note_step(optimizer: Any, columns: list[list[Columns]]) -> None:
+    """Record the step that was just taken."""
+    optimizer._columns.note_step()
+    optimizer._written.note_step(columns)
