@@ -91,7 +91,7 @@ def is_in_backward() -> bool:
 
 def is_capturing() -> bool:
     """Return True if a CUDA graph is being captured on the current stream."""
-    if torch.compiler.is_compiling() or not uses_gpu():
+    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     return torch.cuda.is_current_stream_capturing()
 

@@ -365,7 +365,7 @@ class DeviceScaler(TorchGradScaler):
 
         `found_inf` is not changed; the returned flags are new tensors.
         """
-        return self._inspect(optimizer, inv_scale, found_inf, allow_fp16, None)
+        return self._inspect(optimizer, inv_scale, found_inf.clone(), allow_fp16, None)
 
     def _inspect(
         self,
@@ -377,8 +377,7 @@ class DeviceScaler(TorchGradScaler):
     ) -> dict[torch.device, Tensor]:
         with torch.no_grad():
             gradients = gradients_of(optimizer, allow_fp16 or self._allow_fp16_grads)
-            flag = found_inf.clone()
-            flags, inspection = inspect(gradients, inv_scale, flag, self.process_group, known)
+            flags, inspection = inspect(gradients, inv_scale, found_inf, self.process_group, known)
             if self.policy.skip_outliers is not None:
                 add_norm_of_shards(optimizer, inspection)
         self._inspections[id(optimizer)] = inspection
