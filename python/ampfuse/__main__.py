@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         options.refuse(str(error))
     ending.note(raised)
     program.report_exception(raised)
-    if chosen.plot is not None:
+    if chosen.plot is not None or chosen.html is not None:
         show.import_for_plots()
     program.end_as_after(raised)
 

@@ -12,7 +12,7 @@ import torch
 
 import ampfuse
 from ampfuse.patching.parts import PARTS, chosen
-from ampfuse.tools.command.show import why_no_plot
+from ampfuse.tools.command.show import why_no_charts, why_no_plot
 
 USAGE = """python -m ampfuse [options] script.py [arguments of the script]
        python -m ampfuse [options] -m module [arguments of the module]
@@ -81,6 +81,8 @@ def check_files(json: Path | None, plot: Path | None, html: Path | None = None) 
             refuse(f"{name}: {file} is a folder")
     if plot is not None and (why := why_no_plot(plot)):
         refuse(f"--plot: {why}")
+    if html is not None and (why := why_no_charts()):
+        refuse(f"--html: {why}")
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,12 +1,14 @@
-"""Writes a report as one HTML page, which needs no other file."""
+"""Writes a report as one HTML page with charts, which needs no other file."""
 
+import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from ampfuse.tools.command import charts, show
+from ampfuse.tools.command import show
 
 COLORS = {
     "input": "#d9730d",
@@ -15,29 +17,19 @@ COLORS = {
     "optimizer": "#4f8a3c",
     "scaler": "#a9d18e",
     "other": "#9a9a9a",
-    "host": "#4a90d9",
-    "gpu": "#d9730d",
-    "scale": "#4a90d9",
 }
 MARKS = 500  # of skipped steps that are drawn
-STYLE = """
-:root { color-scheme: light dark; }
+PAGE = Template("""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>$title</title>
+<meta name="viewport" content="width=device-width">
+<style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 880px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin: 2em 0 .5em; }
-svg { width: 100%; height: auto; display: block; }
-svg text { font-size: 11px; fill: currentColor; opacity: .7; }
-.grid { stroke: currentColor; opacity: .15; }
-polyline { fill: none !important; stroke-width: 1.5; }
-.tip { fill: transparent; } .tip:hover { fill: currentColor; fill-opacity: .12; }
-.skipped { stroke: #d1242f; stroke-width: 1.5; }
-.hints li { margin: .4em 0; }
-.legend { margin: .4em 0; padding: 0; list-style: none; display: flex; flex-wrap: wrap; }
-.legend li { margin-right: 1.5em; }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
+svg { width: 100%; height: auto; }
 table { border-collapse: collapse; width: 100%; }
-td { padding: .2em .8em .2em 0; vertical-align: top; } td:first-child { white-space: nowrap; }
-code { font-family: ui-monospace, monospace; font-size: .9em; overflow-wrap: anywhere; }
-"""
+td { padding: .2em .8em .2em 0; vertical-align: top; }
+</style></head><body><h1>$title</h1>$sections</body></html>
+""")
 
 
 def write(report: dict[str, Any], path: Path) -> None:
@@ -48,95 +40,104 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 def page(report: dict[str, Any]) -> str:
     """Return a report as HTML."""
-    colors = "".join(
-        f".{name} {{ fill: {color}; background: {color}; }} polyline.{name} {{ stroke: {color}; }}"
-        for name, color in COLORS.items()
+    rows = [(name, text) for name, text in show.rows(report) if name != "hint"]
+    sections = [
+        ("What to change", table((hint,) for hint in report["hints"])),
+        ("Charts", charts(report)),
+        ("Lines in which the host spends its time", table(lines(report))),
+        ("All numbers", table(rows)),
+    ]
+    html = "".join(f"<h2>{title}</h2>{content}" for title, content in sections if content)
+    return PAGE.substitute(title=escape(show.title(report)), sections=html)
+
+
+def table(rows: Iterable[Iterable[str]]) -> str:
+    """Return rows of cells as a table; nothing if there is no row."""
+    html = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
     )
-    title = escape(show.title(report))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        '<meta name="viewport" content="width=device-width">'
-        f"<style>{STYLE}{colors}</style></head>"
-        f"<body><h1>{title}</h1>{''.join(sections(report))}</body></html>\n"
-    )
+    return html and f"<table>{html}</table>"
 
 
-def sections(report: dict[str, Any]) -> Iterator[str]:
-    """Return the parts of the page."""
-    if report["hints"]:
-        hints = "".join(f"<li>{escape(hint)}</li>" for hint in report["hints"])
-        yield f'<h2>What to change</h2><ul class="hints">{hints}</ul>'
-    if (steps := report["steps"]) is not None:
-        yield from of_steps(steps)
-    if (memory := report["memory"]) is not None and len(memory["step"]) > 1:
-        yield of_memory(memory)
-    for number, scaler in enumerate(report["scalers"]):
-        if scaler["history"]:
-            name = f" {number + 1}" if len(report["scalers"]) > 1 else ""
-            yield f"<h2>Loss scale{name}</h2>{of_scaler(scaler)}"
-    if steps is not None and steps["lines"]:
-        yield of_lines(steps["lines"])
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>"
-        for name, text in show.rows(report)
-        if name != "hint"
-    )
-    yield f"<h2>All numbers</h2><table>{rows}</table>"
+def lines(report: dict[str, Any]) -> Iterable[Iterable[str]]:
+    """Return the lines in which the host spends its time, with their shares."""
+    steps = report["steps"] or {"lines": []}
+    for line in steps["lines"]:
+        if line["share"] >= 0.01:
+            yield f"{line['share']:.0%}", line["phase"], line["where"], line["text"]
 
 
-def of_steps(steps: dict[str, Any]) -> Iterator[str]:
-    """Draw the mean step, and all steps over time."""
+def charts(report: dict[str, Any]) -> str:
+    """Draw the phases of steps, the memory, and the scale of each scaler, below each other."""
+    from matplotlib.figure import Figure
+
+    drawn: list[tuple[Callable[[dict[str, Any], Any], None], dict[str, Any]]] = []
+    if report["steps"] is not None:
+        drawn.append((draw_steps, report["steps"]))
+    if report["memory"] is not None and len(report["memory"]["step"]) > 1:
+        drawn.append((draw_memory, report["memory"]))
+    drawn += [(draw_scale, scaler) for scaler in report["scalers"] if scaler["history"]]
+    if not drawn:
+        return ""
+    figure = Figure(figsize=(9, 2.8 * len(drawn)), layout="constrained")
+    all_axes = figure.subplots(len(drawn), squeeze=False)[:, 0]
+    for (draw, numbers), axes in zip(drawn, all_axes, strict=True):
+        draw(numbers, axes)
+        axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def draw_steps(steps: dict[str, Any], axes: Any) -> None:
+    """Draw the phases of all steps over time."""
     milliseconds = steps["milliseconds"]
     whole = sum(milliseconds.values())
-    yield f"<h2>A step takes {whole:,.1f} ms</h2>{charts.stacked_bar(milliseconds)}"
-    yield legend(
-        {name: f"{name} {size:,.1f} ms ({size / whole:.0%})" for name, size in milliseconds.items()}
-    )
     timeline = dict(steps["timeline"])
     xs = timeline.pop("step")
-    yield f"<h2>Steps</h2>{charts.stacked_areas(xs, timeline, 'ms')}"
+    axes.stackplot(
+        xs,
+        *timeline.values(),
+        labels=[f"{name} {milliseconds[name]:,.1f} ms" for name in timeline],
+        colors=[COLORS.get(name) for name in timeline],
+        step="post",
+    )
+    highest = ceiling([sum(values) for values in zip(*timeline.values(), strict=True)])
+    axes.set(title=f"A step takes {whole:,.1f} ms", ylabel="ms", ylim=(0, highest))
 
 
-def of_memory(memory: dict[str, Any]) -> str:
+def draw_memory(memory: dict[str, Any], axes: Any) -> None:
     """Draw memory over steps."""
-    sizes = {name: [size / 2**20 for size in memory[name]] for name in ("host", "gpu")}
-    drawn = {name: values for name, values in sizes.items() if any(values)}
     names = {
         "host": "memory of the process, without pages of files",
         "gpu": "memory of tensors on the GPU",
     }
-    chart = charts.lines(memory["step"], drawn, "MiB")
-    return f"<h2>Memory after each step</h2>{chart}{legend({name: names[name] for name in drawn})}"
+    for name, label in names.items():
+        if any(memory[name]):
+            axes.plot(memory["step"], [size / 2**20 for size in memory[name]], label=label)
+    axes.set(title="Memory after each step", ylabel="MiB", ylim=(0, None))
 
 
-def of_scaler(scaler: dict[str, Any]) -> str:
-    """Draw a scaler's history."""
-    history = scaler["history"]
-    scales = [record[0] for record in history]
+def draw_scale(scaler: dict[str, Any], axes: Any) -> None:
+    """Draw a scaler's history: the scale where it changes, and skipped steps."""
+    history, first = scaler["history"], show.first_update(scaler)
+    scales = [max(record[0], 2.0**-149) for record in history]
     skipped = [i for i, record in enumerate(history) if record[1]]
     skipped = skipped[:: math.ceil(len(skipped) / MARKS) or 1]
-    changes = [i for i in range(len(history)) if i == 0 or scales[i] != scales[i - 1]]
-    kept = sorted({*changes, *skipped, len(history) - 1})
-    crosses = [kept.index(i) for i in skipped]
-    text = {"scale": "scale"} | ({"skipped": "× skipped"} if skipped else {})
-    xs = [show.first_update(scaler) + i for i in kept]
-    return charts.powers(xs, [scales[i] for i in kept], crosses) + legend(text)
+    kept = [i for i in range(len(history)) if i == 0 or scales[i] != scales[i - 1]]
+    kept.append(len(history) - 1)
+    axes.step([first + i for i in kept], [scales[i] for i in kept], where="post", label="scale")
+    if skipped:
+        marks = [scales[i] for i in skipped]
+        axes.plot([first + i for i in skipped], marks, "x", color="#d1242f", label="skipped")
+    axes.set(title="Loss scale")
+    axes.set_yscale("log", base=2)
 
 
-def of_lines(lines: list[dict[str, Any]]) -> str:
-    """Return the lines in which the host spends its time."""
-    rows = "".join(
-        f"<tr><td>{line['share']:.0%}</td><td>{line['phase']}</td>"
-        f"<td>{escape(line['where'])}</td><td><code>{escape(line['text'])}</code></td></tr>"
-        for line in lines
-        if line["share"] >= 0.01
-    )
-    return f"<h2>Lines in which the host spends its time</h2><table>{rows}</table>"
-
-
-def legend(texts: dict[str, str]) -> str:
-    """Return a list of colors and what they mean."""
-    items = "".join(
-        f'<li><i class="{name}"></i>{escape(text)}</li>' for name, text in texts.items()
-    )
-    return f'<ul class="legend">{items}</ul>'
+def ceiling(values: list[float]) -> float:
+    """Return the upper end of an axis, which cuts off rare spikes that would flatten the rest."""
+    ordered = sorted(values)
+    usual = ordered[int(0.98 * (len(ordered) - 1))]
+    return min(ordered[-1], 3 * usual) * 1.05 or 1.0

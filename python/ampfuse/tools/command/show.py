@@ -138,15 +138,18 @@ def _listening() -> TextIO | None:
 
 
 def why_no_plot(path: Path) -> str | None:
-    """Return why no plot can be written to `path`, or None.
+    """Return why no plot can be written to `path`, or None."""
+    if path.suffix not in PICTURES:
+        return f"expected a file that ends in {', '.join(PICTURES)}, got {path.name}"
+    return why_no_charts()
+
+
+def why_no_charts() -> str | None:
+    """Return why nothing can be drawn, or None.
 
     matplotlib is not imported here, since the program may want to configure it first.
     """
-    if find_spec("matplotlib") is None:
-        return "needs matplotlib: pip install matplotlib"
-    if path.suffix not in PICTURES:
-        return f"expected a file that ends in {', '.join(PICTURES)}, got {path.name}"
-    return None
+    return None if find_spec("matplotlib") else "needs matplotlib: pip install matplotlib"
 
 
 def import_for_plots() -> None:
