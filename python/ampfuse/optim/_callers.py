@@ -1,17 +1,18 @@
-"""The frames of the code that is running."""
+"""Detects callers in torch that pass no argument by which they could be known."""
 
 import sys
-from collections.abc import Iterator
 from types import FrameType
 
+# Distributed checkpoints match entries by their keys, so torch's optimizers find their own options
+# only in groups that have all of them.
+DCP = "torch.distributed.checkpoint.state_dict"
+# It constructs an optimizer with a part of the parameters, whose norm is not that of all.
+ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
-def callers() -> Iterator[FrameType]:
-    """Yield the frames that called the function that iterates, from the innermost one outwards.
 
-    That function's own frame is left out: its `f_locals` would hold the frame itself, a reference
-    cycle that keeps the locals of all callers alive until the garbage is collected.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
+def is_called_from(module: str) -> bool:
+    """Return True if code of this module is among the callers."""
+    frame: FrameType | None = sys._getframe(1) if module in sys.modules else None
+    while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
+    return frame is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse.gradients.shards import is_dtensor, local
-from ampfuse.optim._dcp import is_called_by_dcp
+from ampfuse.optim._callers import DCP, is_called_from
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._state import (
     Spares,
@@ -66,7 +66,7 @@ def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
 def export(optimizer: Any, saved: dict[str, Any]) -> None:
     """Convert entries that are saved in another form than they are kept. This is a hook."""
     if optimizer._has_own_options:  # programs may add torch's options at any time
-        torchs = TORCHS_OWN if is_called_by_dcp() else {}
+        torchs = TORCHS_OWN if is_called_from(DCP) else {}
         groups = saved["param_groups"]
         saved["param_groups"] = [{**without_torchs(group), **torchs} for group in groups]
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
@@ -115,7 +115,7 @@ def new_states(
         for key, (param, group, _) in found.items()
         if key in saved["state"]
     }
-    if is_called_by_dcp():  # which loads the parameters by itself, before or after the optimizer
+    if is_called_from(DCP):  # which loads the parameters by itself, before or after the optimizer
         new = {param: state._replace(param=None) for param, state in new.items()}
     return new
 
@@ -221,7 +221,7 @@ def without_torchs_options_and_masters(saved: dict[str, Any]) -> dict[str, Any]:
     torch's class keeps masters that it has loaded, but does not step them. A distributed checkpoint
     has masters only if ours saved it, since torch's class asks it for none.
     """
-    is_dcp = is_called_by_dcp()
+    is_dcp = is_called_from(DCP)
     if not isinstance(saved.get("state"), dict):
         found = _kind(saved.get("state"))
         raise TypeError(f"loaded state dict: state: expected a dict, got {found}")

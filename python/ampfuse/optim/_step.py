@@ -17,14 +17,13 @@ from ampfuse.optim import options
 from ampfuse.optim._clips import Clip, grad_norm_tensor, group_clips
 from ampfuse.optim._columns import Columns, about_parameter, op_options
 from ampfuse.optim._traced import traced_columns
-from ampfuse.optim._zero import refuse_limits
 
 
 def take_step(optimizer: Any, signals: Signals | None) -> None:
     """Take a step with a scaler's signals, or with those that the optimizer has itself."""
     groups = groups_of(optimizer)
     if optimizer._is_in_zero and optimizer.process_group is None:
-        refuse_limits([*limits_of(optimizer, groups), optimizer.max_grad_norm])
+        refuse_limits_in_zero([*limits_of(optimizer, groups), optimizer.max_grad_norm])
     columns = read_columns(optimizer, groups)
     signals = known_signals(optimizer, signals)
     clips, found_inf = group_clips(
@@ -48,6 +47,17 @@ def limits_of(optimizer: Any, groups: list[dict[str, Any]]) -> list[float | None
     """Return the limit that each group has of its own, or None."""
     own = optimizer._own_options["max_grad_norm"]
     return [group.get("max_grad_norm", own) for group in groups]
+
+
+def refuse_limits_in_zero(limits: list[float | None]) -> None:
+    """Raise for any finite limit, since the norm would cover only a part of the gradients."""
+    if any(limit is not None and limit < float("inf") for limit in limits):
+        raise ValueError(
+            "max_grad_norm: in a ZeroRedundancyOptimizer each rank has only some of the "
+            "parameters, and would clip by the norm of these. Pass "
+            "optimizer_class=functools.partial(ampfuse.AdamW, max_grad_norm=..., "
+            "process_group=torch.distributed.group.WORLD), and no max_grad_norm beside it"
+        )
 
 
 @traced_as(traced_columns)

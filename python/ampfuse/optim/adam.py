@@ -19,18 +19,17 @@ from ampfuse._graphs import groups_of, traced_as
 from ampfuse.gradients.shards import refuse_common_ranks
 from ampfuse.gradients.signals import Signals
 from ampfuse.optim import _loading, options
+from ampfuse.optim._callers import DCP, ZERO, is_called_from
 from ampfuse.optim._columns import (
     ColumnCache,
     refuse_sparse,
 )
-from ampfuse.optim._dcp import is_called_by_dcp
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._snapshot import Snapshot
 from ampfuse.optim._state import Spares, renew_master
 from ampfuse.optim._step import take_step
 from ampfuse.optim._traced import Traced
 from ampfuse.optim._written import WrittenParams
-from ampfuse.optim._zero import is_constructed_by_zero
 from ampfuse.optim.stepping import is_wrapped_by_accelerate
 
 OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero", "_own_options", "_unscale"}
@@ -118,7 +117,7 @@ class Adam(torch.optim.Adam):
             self._own_options = own_options
         self._columns = ColumnCache(self._own_options)
         self._written = WrittenParams()
-        self._is_in_zero = is_constructed_by_zero()
+        self._is_in_zero = is_called_from(ZERO) and torch.distributed.get_world_size() > 1
         self._spare_masters: Spares = {}
         Optimizer.__init__(self, params, defaults)
         self._traced = Traced(self)
@@ -191,7 +190,7 @@ class Adam(torch.optim.Adam):
         self._traced.param_groups = self.param_groups
         self._spare_masters = {}
         if loading is not None:
-            if is_called_by_dcp():  # masters may have stayed, if its checkpoint had none
+            if is_called_from(DCP):  # masters may have stayed, if its checkpoint had none
                 self._written.compare()
             of_nobody = _loading.of_nobody(self.param_groups, loading)
             self._spare_masters = _loading.put_states(

@@ -96,6 +96,13 @@ def few_objects():
     gc.unfreeze()
 
 
+class Trainer:
+    """An object of the program. Before Python 3.13, variables of functions are not named."""
+
+    def __init__(self):
+        self.kept = []
+
+
 @pytest.fixture
 def growing(monkeypatch, few_objects):
     """Let the memory of this process seem to grow, so that a monitor looks for a leak."""
@@ -105,15 +112,15 @@ def growing(monkeypatch, few_objects):
 
 @pytest.mark.parametrize("kind", ["list", "module", "sum", "bytes"])
 def test_line_and_container_whose_memory_stays_are_found(growing, kind):
-    kept, total = [], [0]
+    trainer, total = Trainer(), [0]
 
     def leak(loss):
         if kind == "list":
-            kept.append(loss)
+            trainer.kept.append(loss)
         elif kind == "sum":
             total[0] = total[0] + loss
         elif kind == "bytes":
-            kept.extend(bytearray(4) for _ in range(4))
+            trainer.kept.extend(bytearray(4) for _ in range(4))
 
     monitor = train(Monitor(), leak, model=Model(keeps=kind == "module"))
     if kind != "bytes":  # which are no tensors
@@ -121,7 +128,7 @@ def test_line_and_container_whose_memory_stays_are_found(growing, kind):
         assert (first.what, first.bytes) == ("in Model", 4 * 2**20)
         assert first.where == f"test_monitor.py:{LINE}"
     if kind != "sum":
-        name = "Model.cache" if kind == "module" else "kept of test_monitor.py"
+        name = "Model.cache" if kind == "module" else "Trainer.kept"
         found = [one for one in monitor.suspects if one.where == name]
         assert "list of " in found[0].what
 
@@ -236,9 +243,9 @@ def test_compiled_functions_are_still_compiled_after_a_look_for_leaks(growing):
 
 
 def test_sparse_gradients_are_no_obstacle_to_a_look(growing):
-    kept = []
     embedding = nn.Embedding(1000, 4, sparse=True)
-    monitor = train(Monitor(), kept.append, model=embedding, batch=torch.arange(8))
+    trainer = Trainer()
+    monitor = train(Monitor(), trainer.kept.append, model=embedding, batch=torch.arange(8))
     assert monitor.steps == STEPS
     assert monitor.suspects
 

@@ -24,7 +24,6 @@ from ampfuse._nested import stored_tensors_in
 from ampfuse.tools.program_lines import file_name, is_of_program, program_frame
 
 CONTAINERS = (list, dict, set, deque)
-UNKNOWN_TO_PROGRAM = 3  # references to a frame's locals if the program did not call locals()
 SHOWN = 3
 LEAST_BYTES = 1024  # of a tensor that is counted
 
@@ -158,24 +157,27 @@ def grown(before: dict[int, int]) -> list[Suspect]:
 
 
 def name_of(container: Any) -> str:
-    """Return the name by which the program knows a container, or an empty text."""
+    """Return the name by which the program knows a container, or an empty text.
+
+    Variables of functions have names from Python 3.13 on. Before, reading them leaves a copy in the
+    function's frame, which would keep a batch alive.
+    """
     for frame in frames():
-        names = frame.f_locals
-        found = [name for name, value in names.items() if value is container]
-        is_copy = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
-        if is_copy and sys.getrefcount(names) <= UNKNOWN_TO_PROGRAM:
-            names.clear()  # the frame would keep the copy, with all that it refers to
-        if found:
-            return f"{found[0]} of {Path(frame.f_code.co_filename).name}"
-    for holder in gc.get_referrers(container):
-        if type(holder) is not dict:
+        if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             continue
-        name = next((str(key) for key, value in holder.items() if value is container), "")
-        for owner in gc.get_referrers(holder):
-            is_own = getattr(owner, "__dict__", None) is holder
-            if is_own and not _is_library(owner):
-                kind = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__name__
-                return f"{kind}.{name}"
+        for name, value in frame.f_locals.items():
+            if value is container:
+                return f"{name} of {Path(frame.f_code.co_filename).name}"
+    for holder in gc.get_referrers(container):
+        is_dict = type(holder) is dict
+        for owner in gc.get_referrers(holder) if is_dict else [holder]:
+            names = getattr(owner, "__dict__", None)
+            if type(names) is not dict or (is_dict and names is not holder) or _is_library(owner):
+                continue
+            for name, value in names.items():
+                if value is container:
+                    kind = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__name__
+                    return f"{kind}.{name}"
     return ""
 
 
