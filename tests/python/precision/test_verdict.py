@@ -146,19 +146,12 @@ def test_failure_is_told():
     assert_said(judge, "Float16 with a scaler is no alternative", "ValueError: no (train.py:3)")
 
 
-def times(**seconds):
-    return {"operators": {"seconds": seconds}}
-
-
 def test_reason_of_no_gain_is_given():
-    for base, other, text in (
-        ({"input_seconds": [0.008] * 5}, {}, "80 % of a step waits for input"),
-        (times(float32=0.002), {}, "take only 10 % of a step"),
-        ({}, times(casts=3.0, rest=7.0), "casts take 30 %"),
-        ({}, times(float32=8.0, rest=2.0), "float32 take 80 %"),
-        ({}, times(rest=2.0), "hardly faster in 16 bits"),
+    for base, text in (
+        ({"input_seconds": [0.008] * 5}, "80 % of a step waits for input"),
+        ({}, "Other parts of a step, or operators that autocast leaves in float32"),
     ):
-        assert text in reason(judged(outcome(BFLOAT16, **other), **base), BFLOAT16)
+        assert text in reason(judged(outcome(BFLOAT16), **base), BFLOAT16)
     judge = judged(outcome(BFLOAT16), outcome(FLOAT16), gpu="Tesla T4", capability=[7, 5])
     assert "Tesla T4 has no fast products in bfloat16" in reason(judge, BFLOAT16)
     assert "T4" not in reason(judge, FLOAT16)
@@ -294,16 +287,3 @@ def test_lines_of_a_program_with_autocast_and_scaler():
     assert_lines(FLOAT16, **own)
     assert_lines(BFLOAT16, ["train.py:7", '"cuda", dtype=torch.bfloat16'], off, **own)
     assert_lines(FLOAT32, off, off, **own)
-
-
-def test_trainers_have_an_option():
-    for file, option_of_bfloat16, option_of_float32 in (
-        ("transformers", "bf16=True in TrainingArguments", "neither bf16 nor fp16"),
-        ("lightning/pytorch", 'Trainer(precision="bf16-mixed")', 'Trainer(precision="32-true")'),
-    ):
-        where = {"where": f"{file}/trainer.py:99", "text": "", "call": ""}
-        places = PLACES | {"model": where}
-        assert_lines(BFLOAT16, [option_of_bfloat16], places=places)
-        assert_lines(FLOAT32, places=places)
-        assert_lines(FLOAT32, [option_of_float32], places=places | {"autocast": where})
-    assert_lines(FLOAT16, ['Trainer(precision="16-mixed")'], places=places)

@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str]) -> Options:
             help=f"steps to take, {LEAST_STEPS} to {MOST_STEPS}; {STEPS} if not given",
         ),
         parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to it"),
-        parser.add_argument("--plot", type=Path, metavar="PNG", help="draw losses and exponents"),
+        parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the losses"),
     ]
     given, is_module, words = parser.read(arguments, options)
     check_files(given.json, given.plot)

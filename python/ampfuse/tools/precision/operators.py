@@ -1,15 +1,12 @@
-"""Looks at the operators of a few steps: their precisions, times and values."""
+"""Examines the values that the operators of a few steps compute."""
 
 import math
-import time
-from collections import Counter, defaultdict
-from contextlib import ExitStack
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -20,22 +17,14 @@ from ampfuse.tools.diagnosis.phases import BACKWARD, FORWARD
 from ampfuse.tools.precision.modules import Modules
 from ampfuse.tools.program_lines import current_line
 
-CONVERSIONS = ("to", "float", "half", "bfloat16", "type", "type_as", "double")
 MOST_VALUES = 2**18  # of a tensor, of which exponents are counted
 ZERO = -150  # exponents are at least -149, that of the smallest float32
 
 
 @dataclass
 class Operators:
-    """The precisions, times and values of the operators of forward and backward."""
+    """The values that the operators of forward and backward have computed."""
 
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Time of operators in float32, in 16 bits, and for casts."""
-    in_float32: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Time of operators in float32, by name."""
-    casts: int = 0
-    """Casts that autocast inserted, and those of their backward."""
-    cast_bytes: int = 0
     exponents: Counter[int] = field(default_factory=Counter)
     """Numbers of 16-bit values in backward, by their exponent: 1 and 1.5 have 0."""
     nonfinite: list[dict[str, Any]] = field(default_factory=list)
@@ -62,28 +51,10 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, modules: Modules) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = Operators()
-        self.rests = True
-        """True while operators are not to be looked at: outside of forward and backward."""
+        self.is_paused = True
+        """True outside of forward and backward, whose operators are not examined."""
         self._modules = modules
-        self._conversions = Conversions()
-        self._exits = ExitStack()
-        self._events: list[tuple[Any, Any, str, str]] = []
         self._seen: set[tuple[str, str, str]] = set()
-
-    def __enter__(self) -> "OperatorWatch":
-        """Begin to look."""
-        self._exits.enter_context(self._conversions)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Stop looking."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._exits.close()
-        for begin, end, kind, name in self._events:
-            end.synchronize()
-            self._add(kind, name, begin.elapsed_time(end) / 1e3)
-        self._events.clear()
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -93,7 +64,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = list(stored_tensors_in((args, kwargs)))
         if have_own_operators(given):
             return NotImplemented
-        if self.rests or is_capturing():
+        if self.is_paused or is_capturing():
             return operator(*args, **kwargs)
         name = operator.name().partition("::")[2].partition(".")[0]
         is_random = torch.Tag.nondeterministic_seeded in operator.tags
@@ -102,64 +73,16 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_view = any(result.alias_info is not None for result in operator._schema.returns)
         if (is_view and not operator._schema.is_mutable) or not given or "empty" in name:
             return operator(*args, **kwargs)
-        is_backward = is_in_backward()
-        kind = self._kind(name, given, is_backward)
-        results = self._timed(operator, args, kwargs, kind, name, given)
+        results = operator(*args, **kwargs)
         floats = list(filter(is_examined, stored_tensors_in(results)))
-        if kind == "casts":
-            self.found.casts += 1
-            self.found.cast_bytes += sum(one.nbytes for one in (*given, *floats))
-        if kind == "16 bits" and is_backward:
+        is_16bit = any(one.dtype in DTYPES_16_BIT for one in given) and name != "_to_copy"
+        is_backward = is_in_backward()
+        if is_16bit and is_backward:
             for one in floats:
                 if one.dtype in DTYPES_16_BIT:
                     self.found.exponents += exponents(one)
-        self._look(name, given, floats, is_backward, kind == "16 bits")
+        self._look(name, given, floats, is_backward, is_16bit)
         return results
-
-    def _kind(self, name: str, given: list[Tensor], is_backward: bool) -> str:
-        """Return how an operator computes: in float32, in 16 bits, as a cast, or else."""
-        dtypes = {tensor.dtype for tensor in given if tensor.is_floating_point()}
-        if name == "_to_copy" and dtypes:
-            return "" if self._is_programs(is_backward) else "casts"
-        if dtypes & set(DTYPES_16_BIT):
-            return "16 bits"
-        return "float32" if torch.float32 in dtypes else ""
-
-    def _is_programs(self, is_backward: bool) -> bool:
-        """Return True for a cast that the program has written."""
-        if not is_backward:
-            if self._conversions.running:
-                # Autograd has made the node already.
-                self._conversions.nodes.add(torch._C._autograd._get_sequence_nr() - 1)
-            return self._conversions.running > 0
-        node = torch._C._current_autograd_node()
-        return node is not None and node._sequence_nr() in self._conversions.nodes
-
-    def _timed(
-        self,
-        operator: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        kind: str,
-        name: str,
-        given: list[Tensor],
-    ) -> Any:
-        if any(tensor.is_cuda for tensor in given):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            results = operator(*args, **kwargs)
-            end.record()
-            self._events.append((begin, end, kind, name))
-            return results
-        start = time.perf_counter()
-        results = operator(*args, **kwargs)
-        self._add(kind, name, time.perf_counter() - start)
-        return results
-
-    def _add(self, kind: str, name: str, seconds: float) -> None:
-        self.found.seconds[kind] += seconds
-        if kind == "float32":
-            self.found.in_float32[name] += seconds
 
     def _look(
         self,
@@ -192,27 +115,6 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         largest = max((abs(float(end)) for end in ends), default=0.0)
         if largest > self.found.largest:
             self.found.largest, self.found.largest_in = largest, self._modules.running
-
-
-class Conversions(TorchFunctionMode):
-    """Knows while a conversion that the program has written is running."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.running = 0
-        self.nodes: set[int] = set()
-        """Sequence numbers of autograd's nodes for them."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Call a function."""
-        is_conversion = getattr(function, "__name__", "") in CONVERSIONS
-        self.running += is_conversion
-        try:
-            return function(*args, **(kwargs or {}))
-        finally:
-            self.running -= is_conversion
 
 
 def drawn_alike(

@@ -47,7 +47,7 @@ def main(order: dict[str, Any]) -> None:
 
         Nothing that the program would do at its end runs, nor do threads that it would wait for.
         """
-        trial.watch.rests = True
+        trial.watch.is_paused = True
         result = trial.result() | {"failure": failure}
         torch_save([trial.samples.gradients, trial.samples.outputs], folder / "samples.pt")
         (folder / "result.json").write_text(json.dumps(result))

@@ -8,20 +8,13 @@ import torch
 from ampfuse._texts import size_text
 from ampfuse.tools.precision.advisor import Advice
 from ampfuse.tools.precision.judge import (
-    LARGEST,
-    LEAST_SAVED,
-    SMALLEST,
     VARIES,
     underflow,
-    without_zeros,
 )
 from ampfuse.tools.precision.outcome import Outcome, kind_of
 from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT32, UNSCALED, Precision
 from ampfuse.tools.precision.verdict import percent, trouble
 
-BARS = " ▁▂▃▄▅▆▇█"
-SHOWN = range(-60, 20, 2)  # exponents of a histogram
-OPERATORS_SHOWN = 4
 MODULES_SHOWN = 5
 
 
@@ -70,7 +63,7 @@ def row(advice: Advice, outcome: Outcome) -> tuple[str, ...]:
         return name, "fails", "", "", "", "", ""
     deviation = advice.judge.deviations.get(precision)
     time = "" if outcome.milliseconds is None else f"{outcome.milliseconds:,.1f} ms"
-    memory = memory_text(advice, outcome)
+    memory = memory_text(outcome)
     gradient = loss = ""
     if deviation is not None:
         is_finite = math.isfinite(deviation.gradient)
@@ -88,16 +81,14 @@ def name_with_kept(precision: Precision) -> str:
     return f"{precision.name}, {kinds} in float32" if kinds else precision.name
 
 
-def memory_text(advice: Advice, outcome: Outcome) -> str:
-    """Return the peak of memory, if it is not lost in the noise of a process."""
-    if outcome.peak is None or outcome.precision == UNSCALED:
-        return ""
-    is_clear = advice.judge.base.data["gpu"] or outcome.peak > LEAST_SAVED
-    return size_text(outcome.peak) if is_clear else f"< {size_text(LEAST_SAVED)}"
+def memory_text(outcome: Outcome) -> str:
+    """Return the peak of memory, which is known on a GPU only."""
+    has_peak = outcome.peak is not None and outcome.precision != UNSCALED
+    return size_text(outcome.peak or 0) if has_peak else ""
 
 
 def details(advice: Advice) -> list[str]:
-    """Return lines about gradients, casts and operators."""
+    """Return lines about gradients and operators."""
     judge = advice.judge
     lines: list[str] = []
     if BFLOAT16 not in judge.outcomes:  # float32 is not finite
@@ -105,27 +96,13 @@ def details(advice: Advice) -> list[str]:
     outcome = judge.outcomes[BFLOAT16]
     if exponents := outcome.exponents:
         scale = judge.scale
-        low, high = SHOWN.start, SHOWN.stop
-        lines.append(f"gradients by size  2^{low} {histogram(exponents)} 2^{high}")
         lines.append(
-            f"in float16         {percent(underflow(exponents))} of them become 0, and "
+            f"in float16         {percent(underflow(exponents))} of the gradients become 0, and "
             f"{percent(underflow(exponents, scale))} with a scale of {scale:,.6g}, which is the "
             "largest without overflow"
         )
     operators = outcome.operators
     if operators and not outcome.failure:
-        seconds = operators["seconds"]
-        whole = sum(seconds.values()) or 1.0
-        backwards = len(outcome.gradients) or 1
-        lines.append(
-            f"casts              {operators['casts'] / backwards:,.0f} in a forward and backward, "
-            f"{size_text(operators['cast_bytes'] / backwards)}, "
-            f"{percent(seconds.get('casts', 0.0) / whole)} of the operators' time"
-        )
-        still = sorted(operators["in_float32"].items(), key=lambda item: -item[1])
-        names = ", ".join(f"{n} {percent(t / whole)}" for n, t in still[:OPERATORS_SHOWN])
-        if names:
-            lines.append(f"still in float32   {names}")
         if operators["largest"]:
             where = operators["largest_in"] or "the loss"
             lines.append(
@@ -151,47 +128,23 @@ def details(advice: Advice) -> list[str]:
     return lines
 
 
-def histogram(exponents: dict[int, int]) -> str:
-    """Draw the numbers of values by exponent, two exponents to a bar."""
-    counts = [exponents.get(one, 0) + exponents.get(one + 1, 0) for one in SHOWN]
-    most = max(counts) or 1
-    return "".join(BARS[math.ceil(count / most * (len(BARS) - 1))] for count in counts)
-
-
 def plot(advice: Advice, path: Path) -> None:
-    """Draw the losses in all precisions, and the gradients by exponent."""
+    """Draw the losses in all precisions."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     judge = advice.judge
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    figure = Figure(figsize=(6, 4), layout="constrained")
     figure.suptitle(advice.verdict.sentences[0], fontsize=10)
-    losses, sizes = figure.subplots(1, 2)
+    axes = figure.subplots()
     base = judge.base.losses
-    losses.plot(range(1, len(base) + 1), base, color="black", linewidth=4, label="float32")
+    axes.plot(range(1, len(base) + 1), base, color="black", linewidth=4, label="float32")
     for outcome in judge.outcomes.values():
         if outcome.precision != UNSCALED and len(outcome.losses) > 1:
             backwards = range(1, len(outcome.losses) + 1)
-            losses.plot(backwards, outcome.losses, label=name_with_kept(outcome.precision))
-    losses.set(title="loss", xlabel="backward pass")
-    losses.xaxis.set_major_locator(MaxNLocator(integer=True))
-    known = judge.outcomes.get(BFLOAT16)
-    exponents = {} if known is None else known.exponents
-    present = without_zeros(exponents)
-    whole = sum(present.values()) or 1
-    shares = [100 * count / whole for count in present.values()]
-    sizes.bar(list(present), shares, width=1, color="#2e75b6")
-    shift = math.log2(judge.scale)
-    for height, color, low, label in (
-        (-0.08, "#548235", SMALLEST, "numbers of float16"),
-        (-0.16, "#c55a11", SMALLEST - shift, f"with a scale of {judge.scale:,.6g}"),
-    ):
-        width = LARGEST + 1 - SMALLEST
-        most = max(shares, default=1.0)
-        sizes.barh(height * most, width, 0.06 * most, low, color=color, label=label)
-    sizes.set(title="gradients by size", xlabel="exponent of 2", ylabel="% of the gradients")
-    sizes.set_yticks([tick for tick in sizes.get_yticks() if tick >= 0])
-    for axes in (losses, sizes):
-        axes.legend(frameon=False, fontsize=8, loc="upper right")
-        axes.spines[["top", "right"]].set_visible(False)
+            axes.plot(backwards, outcome.losses, label=name_with_kept(outcome.precision))
+    axes.set(ylabel="loss", xlabel="backward pass")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

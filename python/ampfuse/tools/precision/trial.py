@@ -22,7 +22,6 @@ from ampfuse.tools.memory.as_on_gpu import without_dropout
 from ampfuse.tools.precision.forcing import Forcing
 from ampfuse.tools.precision.modules import Modules
 from ampfuse.tools.precision.operators import OperatorWatch
-from ampfuse.tools.precision.peak_memory import PeakMemory
 from ampfuse.tools.precision.precisions import ANALYSED, Precision
 from ampfuse.tools.precision.samples import Samples
 from ampfuse.tools.precision.scaling import Scaling
@@ -84,7 +83,6 @@ class Trial(Listener):
         replace(exits, GradScaler, "scale", self._noting_scale(GradScaler.scale))
         replace(exits, GradScaler, "update", self._noting_update(GradScaler.update))
         hook_steps(exits, self._enter_optimizer, self._leave_optimizer)
-        self._memory = PeakMemory()
 
     def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:
         """Note the times of a step, and end the program after the last one."""
@@ -103,8 +101,8 @@ class Trial(Listener):
             self.input_times.append(seconds[INPUT])
             is_enough = is_hopeless or len(self.times) >= ENOUGH
             self._is_slow = is_enough and min(self.times) > self._slowest
-        elif self._last_untimed == step:
-            self._memory.begin()
+        elif self._last_untimed == step and uses_gpu():
+            torch.cuda.reset_peak_memory_stats()
 
     def result(self) -> dict[str, Any]:
         """Return what was measured, for JSON."""
@@ -126,7 +124,7 @@ class Trial(Listener):
             "losses": [float(loss) for loss in self.losses],
             "seconds": self.times,
             "input_seconds": self.input_times,
-            "peak": self._memory.peak(),
+            "peak": torch.cuda.max_memory_allocated() if uses_gpu() else None,
             "skipped": skipped,
             "scale": scale,
             "inputs": self.inputs,
@@ -176,7 +174,7 @@ class Trial(Listener):
                 call(tensors, grad_tensors, *args, **kwargs)
             finally:
                 self._is_calling = False
-            self.watch.rests = True
+            self.watch.is_paused = True
             if scaling is not None:
                 scaling.end(params)
             self._after_backward(scale)
@@ -227,7 +225,7 @@ class Trial(Listener):
         if self.inputs is None:
             self.weights = sum_of(module.parameters())
             self.inputs = sum_of(stored_tensors_in(inputs))
-        self.watch.rests = not torch.is_grad_enabled()
+        self.watch.is_paused = not torch.is_grad_enabled()
 
     @only_measures
     def _enter_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
@@ -240,7 +238,7 @@ class Trial(Listener):
                 raise RuntimeError("no scaler can be used if an optimizer steps in backward")
             return
         self.forcing.end()
-        self.watch.rests = True
+        self.watch.is_paused = True
         self._end_analysis()
         if scaling is not None:
             scaling.hide_overflow(params_of(optimizer))

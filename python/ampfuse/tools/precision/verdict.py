@@ -175,43 +175,19 @@ def no_gain(judge: Judge, fastest: Precision) -> str:
 
 def reason(judge: Judge, fastest: Precision) -> str:
     """Return a sentence about why 16 bits do not pay."""
-    base, outcome = judge.base, judge.outcomes[fastest]
+    base = judge.base
     waits = share_of_input(base)
     if waits > 0.3:
         return f"{percent(waits)} of a step waits for input, which no precision changes."
-    busy = share_of_operators(base)
-    if busy < 0.5:
-        return (
-            f"The operators of forward and backward take only {percent(busy)} of a step; the rest "
-            "is the same in all precisions."
-        )
     if why := missing_instructions(base, fastest):
         return why
-    seconds = outcome.operators["seconds"]
-    casts = seconds.get("casts", 0.0) / sum(seconds.values())
-    if casts > 0.1:
-        return f"The operators are small: casts take {percent(casts)} of their time."
-    still = seconds.get("float32", 0.0) / sum(seconds.values())
-    if still > 0.5:
-        return f"Operators that autocast leaves in float32 take {percent(still)} of their time."
-    return "The operators of this program are hardly faster in 16 bits here."
+    return "Other parts of a step, or operators that autocast leaves in float32, take longer."
 
 
 def share_of_input(outcome: Outcome) -> float:
     """Return the share of a step that waits for input."""
     whole = sum(outcome.data["seconds"])
     return float(sum(outcome.data["input_seconds"]) / whole) if whole else 0.0
-
-
-def share_of_operators(outcome: Outcome) -> float:
-    """Return the share of a step in which the operators of forward and backward run."""
-    if not outcome.milliseconds or not outcome.gradients:
-        return 1.0
-    seconds: dict[str, float] = outcome.operators["seconds"]
-    each = sum(seconds.values()) / len(outcome.gradients)
-    steps: int = outcome.data["steps"]
-    per_step = each * len(outcome.losses) / max(1, steps)
-    return min(1.0, 1e3 * per_step / outcome.milliseconds)
 
 
 def missing_instructions(base: Outcome, precision: Precision) -> str:
