@@ -13,24 +13,22 @@ import tempfile
 import warnings
 import weakref
 from argparse import ArgumentTypeError
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ampfuse import checkpoint
 from ampfuse._texts import bytes_of, size_text
 from ampfuse.tools.command import program
 from ampfuse.tools.command.options import Parser, check_files, refuse
+from ampfuse.tools.hooks import hook_loaders, hook_saving
 from ampfuse.tools.memory.account import Account, account_of, recording
 from ampfuse.tools.memory.batch import search
 from ampfuse.tools.memory.record import Record
-from ampfuse.tools.replacing import replace
 
 USAGE = """python -m ampfuse memory [options] script.py [arguments of the script]
        python -m ampfuse memory [options] -m module [arguments of the module]"""
@@ -131,15 +129,12 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
 
     Return a list to which the batch size of a loader is added for each batch that it gives.
     """
-    original: Any = DataLoader.__init__
-    iterate: Any = DataLoader.__iter__
-    signature = inspect.signature(original)
+    signature = inspect.signature(DataLoader.__init__)
     seen: list[int] = []
-    follow: Any = _BaseDataLoaderIter.__next__
     # The batch sizes of loaders and of their iterators.
     sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
         for name in ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout"):
             given.pop(name, None)
@@ -155,31 +150,42 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
             sizes[self] = size
         original(**given)
 
-    def begin(self: Any) -> Any:
+    def begin(iterate: Any, self: Any) -> Any:
         batches = iterate(self)
         if self.batch_size is not None:
             sizes[batches] = sizes.get(self, self.batch_size)
         return batches
 
-    def following(self: Any) -> Any:
+    def following(follow: Any, self: Any) -> Any:
         batch = follow(self)
         if self in sizes:
             seen.append(sizes[self])
         return batch
 
     with ExitStack() as exits:
-        replace(exits, DataLoader, "__init__", init)
-        replace(exits, DataLoader, "__iter__", begin)
-        replace(exits, _BaseDataLoaderIter, "__next__", following)
+        hook_loaders(exits, init=bound(init), iterate=bound(begin), follow=bound(following))
         yield seen
+
+
+def bound(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
+    """Return a function that gives `function` the method that it replaces as first argument."""
+
+    def around(original: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return call
+
+    return around
 
 
 @contextmanager
 def nothing_saved() -> Iterator[None]:
     """Make functions that save do nothing: weights have no meaning, and would overwrite others."""
     with ExitStack() as exits:
-        replace(exits, torch, "save", lambda *_, **__: None)
-        replace(exits, checkpoint, "save", lambda path, **_: checkpoint.Saving(Path(path)))
+        nothing = {"save": lambda save: lambda *_, **__: None}
+        no_run = {"save": lambda save: lambda path, **_: checkpoint.Saving(Path(path))}
+        hook_saving(exits, nothing, no_run)
         yield
 
 

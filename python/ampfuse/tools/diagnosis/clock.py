@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -21,11 +21,9 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_optimizers
 
 from ampfuse._graphs import compiled_graphs, eager_only
-from ampfuse.amp import GradScaler
 from ampfuse.tools.diagnosis.loaders import Loader, LoaderWatch
 from ampfuse.tools.diagnosis.phases import BACKWARD, OPTIMIZER, SCALER, Listener, Note, NoteReader
-from ampfuse.tools.measuring import only_measures
-from ampfuse.tools.replacing import replace
+from ampfuse.tools.hooks import hook_backward, hook_scalers, only_measures
 
 SCALER_METHODS = ("unscale_", "step", "update", "clip_grad_norm_")
 # Measuring takes some 0.3 ms of a step that fills the caches, and 10 µs in a pause. Long programs
@@ -90,11 +88,8 @@ class StepClock:
         self._is_undone = False
         handle = hooks_of_optimizers.register_optimizer_step_pre_hook(self._enter_optimizer)
         self._run.callback(handle.remove)
-        timed = self._noted(BACKWARD, torch.autograd.backward)
-        replace(self._run, torch.autograd, "backward", timed)
-        for name in SCALER_METHODS:
-            timed = self._noted(SCALER, getattr(GradScaler, name))
-            replace(self._run, GradScaler, name, timed)
+        hook_backward(self._run, partial(self._noted, BACKWARD))
+        hook_scalers(self._run, partial(self._noted, SCALER), *SCALER_METHODS)
 
     def _noted(self, phase: str, function: Callable[..., Any]) -> Any:
         @wraps(function)

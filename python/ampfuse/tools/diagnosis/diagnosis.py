@@ -16,8 +16,8 @@ from ampfuse.tools.diagnosis.lines import LineSampler, merged
 from ampfuse.tools.diagnosis.logits import WideLogits
 from ampfuse.tools.diagnosis.phases import Interval, Listener
 from ampfuse.tools.diagnosis.timeline import FIRST_STEPS, Timeline
+from ampfuse.tools.hooks import replace
 from ampfuse.tools.memory.step_memory import StepMemory
-from ampfuse.tools.replacing import replace
 
 LINES_SHOWN = 20
 

@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data import get_worker_info
 
 from ampfuse.tools.diagnosis.lines import Line, LineSampler
 from ampfuse.tools.diagnosis.phases import INPUT
+from ampfuse.tools.hooks import hook_loaders
 from ampfuse.tools.program_lines import Place
-from ampfuse.tools.replacing import replace
 
 SLOT = 1024  # bytes for each worker: batches, seconds, seconds of the CPU, then lines as JSON
 NUMBERS = struct.Struct("ddd")
@@ -120,10 +118,9 @@ class LoaderWatch:
         self._of_dataset: dict[int, Loader] = {}
         self._started: dict[int, float] = {}  # when iterators that have no batch yet were started
         self._in_worker = InWorker()
-        replace(exits, DataLoader, "__iter__", self._timed_start(DataLoader.__iter__))
-        replace(exits, _BaseDataLoaderIter, "__next__", self._timed_next())
-        for fetcher in (_MapDatasetFetcher, _IterableDatasetFetcher):
-            replace(exits, fetcher, "fetch", self._timed_fetch(fetcher.fetch))
+        hook_loaders(
+            exits, iterate=self._timed_start, follow=self._timed_next, fetch=self._timed_fetch
+        )
 
     def note_training(self, iterators: Iterable[int]) -> None:
         """Note that a backward has followed batches of these iterators."""
@@ -159,9 +156,7 @@ class LoaderWatch:
 
         return timed
 
-    def _timed_next(self) -> Any:
-        function: Any = _BaseDataLoaderIter.__next__
-
+    def _timed_next(self, function: Any) -> Any:
         @wraps(function)
         def timed(iterator: Any) -> Any:
             if self.pauses and not self._started:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ampfuse._dtypes import DTYPES_16_BIT
-from ampfuse.tools.replacing import replace
+from ampfuse.tools.hooks import replace
 
 # The functions that torch's documentation lists for CUDA under "ops that autocast to float32".
 LISTED = """
@@ -95,11 +95,10 @@ def _on_cpu(value: Any) -> Any:
 def as_on_gpu(sent: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Run the code in this block as if its tensors on the CPU were on a GPU."""
     with ExitStack() as exits:
-        for name in NOTHING.split():
-            replace(exits, torch.cuda, name, lambda *_, **__: None)
-        for name in BYTES.split():
-            replace(exits, torch.cuda, name, lambda *_, **__: 0)
-        replace(exits, torch.cuda, "get_device_name", lambda *_, **__: "GPU")
+        results: dict[str, Any] = {"get_device_name": "GPU"}
+        results |= dict.fromkeys(NOTHING.split()) | dict.fromkeys(BYTES.split(), 0)
+        for name, result in results.items():
+            replace(exits, torch.cuda, name, lambda *_, _result=result, **__: _result)
         replace(exits, torch.autocast, "__init__", _autocast_on_cpu(torch.autocast.__init__))
         replace(exits, functional, "dropout", _dropout(functional.dropout))
         attention = functional.scaled_dot_product_attention

@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 from ampfuse._graphs import eager_only
 from ampfuse._texts import size_text
 from ampfuse.tools.background import Background
-from ampfuse.tools.measuring import hook_steps, only_measures
+from ampfuse.tools.hooks import hook_backward, hook_steps, only_measures
 from ampfuse.tools.memory.record import BACKWARD, FORWARD, STEP
 from ampfuse.tools.memory.step_memory import Sample, StepMemory, keep
-from ampfuse.tools.replacing import replace
 
 
 class Monitor(StepMemory):
@@ -64,7 +63,7 @@ class Monitor(StepMemory):
         """Begin to sample."""
         self._thread_of_program = threading.get_ident()
         hook_steps(self._exits, self._before_step, self._after_step)
-        replace(self._exits, torch.autograd, "backward", self._marked(torch.autograd.backward))
+        hook_backward(self._exits, self._marked)
         self._background = Background(self._run)
         return self
 

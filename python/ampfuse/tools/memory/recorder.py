@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ampfuse._graphs import is_in_backward
 from ampfuse._nested import have_own_operators, params_of, states_of, stored_tensors_in
-from ampfuse.tools.measuring import hook_steps, only_measures
+from ampfuse.tools.hooks import hook_steps, only_measures, replace
 from ampfuse.tools.memory import scratch
 from ampfuse.tools.memory.dry_run import DryRun
 from ampfuse.tools.memory.record import (
@@ -37,7 +37,6 @@ from ampfuse.tools.memory.record import (
     Record,
     is_within,
 )
-from ampfuse.tools.replacing import replace
 
 GPU_MULTIPLE = 512  # torch allocates this many bytes on a GPU, or a multiple of it
 

@@ -12,10 +12,10 @@ from torch import nn
 from ampfuse._graphs import is_in_backward, uses_gpu
 from ampfuse.amp import GradScaler
 from ampfuse.patching import optimizers
+from ampfuse.tools.hooks import replace
 from ampfuse.tools.memory.as_on_gpu import in_float32
 from ampfuse.tools.precision.precisions import Precision
 from ampfuse.tools.program_lines import Place, current_line
-from ampfuse.tools.replacing import replace
 
 
 class Forcing:

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from ampfuse._graphs import is_in_backward
 from ampfuse._nested import params_of
+from ampfuse.tools.hooks import replace
 from ampfuse.tools.program_lines import Place, current_line
-from ampfuse.tools.replacing import replace
 
 # Calls a module: torch's function for it, the module, its name, its arguments, and True if it is
 # called by the program's thread in forward.

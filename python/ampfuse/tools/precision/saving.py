@@ -7,10 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ampfuse import checkpoint
-from ampfuse.tools.replacing import replace
+from ampfuse.tools.hooks import hook_saving
 
 
 @contextmanager
@@ -19,28 +16,31 @@ def saved_in_memory() -> Iterator[None]:
 
     Otherwise the weights of a measurement would overwrite others.
     """
-    save: Any = torch.save
-    load: Any = torch.load
     files: dict[str, bytes] = {}
 
     # Parameters have torch's names, since programs may pass them by name.
-    def save_in_memory(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(f, str | os.PathLike):
-            save(obj, f, *args, **kwargs)
-            return
-        written = io.BytesIO()
-        save(obj, written, *args, **kwargs)
-        files[os.path.abspath(f)] = written.getvalue()
+    def in_memory(save: Any) -> Any:
+        def save_in_memory(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            if not isinstance(f, str | os.PathLike):
+                save(obj, f, *args, **kwargs)
+                return
+            written = io.BytesIO()
+            save(obj, written, *args, **kwargs)
+            files[os.path.abspath(f)] = written.getvalue()
 
-    def load_from_memory(f: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(f, str | os.PathLike) and os.path.abspath(f) in files:
-            kwargs["mmap"] = False
-            f = io.BytesIO(files[os.path.abspath(f)])
-        return load(f, *args, **kwargs)
+        return save_in_memory
+
+    def from_memory(load: Any) -> Any:
+        def load_from_memory(f: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(f, str | os.PathLike) and os.path.abspath(f) in files:
+                kwargs["mmap"] = False
+                f = io.BytesIO(files[os.path.abspath(f)])
+            return load(f, *args, **kwargs)
+
+        return load_from_memory
 
     with ExitStack() as exits:
-        replace(exits, torch, "save", save_in_memory)
-        replace(exits, torch, "load", load_from_memory)
+        hook_saving(exits, {"save": in_memory, "load": from_memory}, {})
         yield
 
 
@@ -50,11 +50,14 @@ def checkpoints_in(folder: Path) -> Iterator[None]:
 
     The runs of the program itself stay as they are, and are found until it saves.
     """
-    save, runs = checkpoint.save, dict[str, Path]()
+    runs: dict[str, Path] = {}
 
-    def save_there(path: str | os.PathLike[str], **kwargs: Any) -> checkpoint.Saving:
-        run = runs.setdefault(os.path.abspath(path), folder / f"run{len(runs)}")
-        return save(run, **kwargs)
+    def there(save: Any) -> Callable[..., Any]:
+        def save_there(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+            run = runs.setdefault(os.path.abspath(path), folder / f"run{len(runs)}")
+            return save(run, **kwargs)
+
+        return save_there
 
     def from_there(function: Callable[..., Any]) -> Callable[..., Any]:
         def read(path: str | os.PathLike[str], **kwargs: Any) -> Any:
@@ -63,7 +66,6 @@ def checkpoints_in(folder: Path) -> Iterator[None]:
         return read
 
     with ExitStack() as exits:
-        replace(exits, checkpoint, "save", save_there)
-        for name in ("latest", "load", "verify"):
-            replace(exits, checkpoint, name, from_there(getattr(checkpoint, name)))
+        reading = dict.fromkeys(("latest", "load", "verify"), from_there)
+        hook_saving(exits, {}, {"save": there, **reading})
         yield

@@ -17,7 +17,13 @@ from ampfuse.amp import GradScaler
 from ampfuse.patching.scalers import RECORDING
 from ampfuse.tools.diagnosis.clock import StepClock
 from ampfuse.tools.diagnosis.phases import INPUT, Listener
-from ampfuse.tools.measuring import hook_steps, only_measures
+from ampfuse.tools.hooks import (
+    hook_backward,
+    hook_scalers,
+    hook_steps,
+    only_measures,
+    replace,
+)
 from ampfuse.tools.memory.as_on_gpu import without_dropout
 from ampfuse.tools.precision.forcing import Forcing
 from ampfuse.tools.precision.modules import Modules
@@ -26,7 +32,6 @@ from ampfuse.tools.precision.precisions import ANALYSED, Precision
 from ampfuse.tools.precision.samples import Samples
 from ampfuse.tools.precision.scaling import Scaling
 from ampfuse.tools.program_lines import Place, current_line
-from ampfuse.tools.replacing import replace
 
 WARMING_UP = 2  # steps after those that are analysed
 ENOUGH = 3  # timed steps of a program that is too slow
@@ -79,9 +84,9 @@ class Trial(Listener):
         # Attention draws other random numbers in each implementation, and so in each precision.
         attention = without_dropout(functional.scaled_dot_product_attention)
         replace(self._analysis, functional, "scaled_dot_product_attention", attention)
-        replace(exits, torch.autograd, "backward", self._measured(torch.autograd.backward))
-        replace(exits, GradScaler, "scale", self._noting_scale(GradScaler.scale))
-        replace(exits, GradScaler, "update", self._noting_update(GradScaler.update))
+        hook_backward(exits, self._measured)
+        hook_scalers(exits, self._noting_scale, "scale")
+        hook_scalers(exits, self._noting_update, "update")
         hook_steps(exits, self._enter_optimizer, self._leave_optimizer)
 
     def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:

@@ -1,0 +1,90 @@
+"""The hooks by which tools follow a program: steps, backward passes, scalers, loaders and saves.
+
+All of them end when an ExitStack closes. Hooks of optimizers only measure: an optimizer may skip
+steps on the device in spite of them. Other hooks could notice that, so the host decides for them.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import optimizer as hooks_of_optimizers
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ampfuse import checkpoint
+from ampfuse.amp import GradScaler
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def only_measures(hook: Hook) -> Hook:
+    """Mark a hook that changes nothing, and that does not care whether a step is skipped."""
+    hook.only_measures = True  # type: ignore[attr-defined]
+    return hook
+
+
+def hook_steps(exits: ExitStack, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Call two hooks before and after each step of any optimizer until `exits` closes."""
+    for handle in (
+        hooks_of_optimizers.register_optimizer_step_pre_hook(before),
+        hooks_of_optimizers.register_optimizer_step_post_hook(after),
+    ):
+        exits.callback(handle.remove)
+
+
+Around = Callable[[Any], Callable[..., Any]]  # takes a function, and returns what replaces it
+
+LOADER_METHODS: dict[str, list[tuple[Any, str]]] = {
+    "init": [(DataLoader, "__init__")],
+    "iterate": [(DataLoader, "__iter__")],
+    "follow": [(_BaseDataLoaderIter, "__next__")],
+    "fetch": [(_MapDatasetFetcher, "fetch"), (_IterableDatasetFetcher, "fetch")],
+}
+
+
+def hook_backward(exits: ExitStack, around: Around) -> None:
+    """Replace `torch.autograd.backward`, to which all backward passes come."""
+    replace(exits, torch.autograd, "backward", around(torch.autograd.backward))
+
+
+def hook_scalers(exits: ExitStack, around: Around, *methods: str) -> None:
+    """Replace methods of all scalers."""
+    for name in methods:
+        replace(exits, GradScaler, name, around(getattr(GradScaler, name)))
+
+
+def hook_loaders(exits: ExitStack, **arounds: Around) -> None:
+    """Replace methods of DataLoader, of its iterators and of what fetches batches for them.
+
+    `init`, `iterate`: of a loader. `follow`: an iterator's next batch. `fetch`: in a worker.
+    """
+    for kind, around in arounds.items():
+        for owner, name in LOADER_METHODS[kind]:
+            replace(exits, owner, name, around(getattr(owner, name)))
+
+
+def hook_saving(
+    exits: ExitStack, of_torch: dict[str, Around], of_checkpoint: dict[str, Around]
+) -> None:
+    """Replace functions of torch and of `ampfuse.checkpoint` that save and load."""
+    for owner, arounds in ((torch, of_torch), (checkpoint, of_checkpoint)):
+        for name, around in arounds.items():
+            replace(exits, owner, name, around(getattr(owner, name)))
+
+
+def replace(exits: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute, and put it back when `exits` closes.
+
+    What somebody else has put in its place meanwhile stays, and may still call `value`.
+    """
+    original = getattr(owner, name)
+
+    def put_back() -> None:
+        if getattr(owner, name) is value:
+            setattr(owner, name, original)
+
+    setattr(owner, name, value)
+    exits.callback(put_back)
