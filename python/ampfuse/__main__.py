@@ -13,7 +13,7 @@ from ampfuse.env import describe
 from ampfuse.patching import patch
 from ampfuse.patching.parts import PARTS
 from ampfuse.patching.scalers import RECORDING
-from ampfuse.tools.command import options, page, program, report, show
+from ampfuse.tools.command import charts, options, program, report, show
 from ampfuse.tools.diagnosis.diagnosis import Diagnosis
 
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         options.refuse(str(error))
     ending.note(raised)
     program.report_exception(raised)
-    if chosen.plot is not None or chosen.html is not None:
+    if chosen.plot is not None:
         show.import_for_plots()
     program.end_as_after(raised)
 
@@ -80,14 +80,11 @@ class Ending:
                 if chosen.json is not None:
                     report.write(summary, chosen.json)
             with _printing_errors():
-                if chosen.html is not None:
-                    page.write(summary, chosen.html)
-            with _printing_errors():
                 if not chosen.quiet:
                     (show.failure if self._has_failed else show.summary)(summary)
             with _printing_errors():
-                if chosen.plot is not None:
-                    show.plot(summary, chosen.plot)
+                if chosen.plot is not None and not charts.plot(summary, chosen.plot):
+                    show.say("--plot: there were too few steps, and no scaler that was updated")
         if self._is_interrupted:
             program.end_by_interrupt()
 

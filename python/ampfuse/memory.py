@@ -5,7 +5,6 @@ from ampfuse.tools.memory.batch import BatchSize, largest_batch
 from ampfuse.tools.memory.growth import Suspect
 from ampfuse.tools.memory.monitor import Monitor
 from ampfuse.tools.memory.plan import Plan, plan
-from ampfuse.tools.memory.snapshot import Snapshot, read_snapshot
 from ampfuse.tools.memory.step_memory import Sample
 
 __all__ = [
@@ -15,10 +14,8 @@ __all__ = [
     "Plan",
     "Sample",
     "Saving",
-    "Snapshot",
     "Suspect",
     "account",
     "largest_batch",
     "plan",
-    "read_snapshot",
 ]

@@ -25,7 +25,6 @@ from ampfuse.tools.diagnosis.phases import PHASES
         ("--js f x.py", "--js"),
         ("--json none/x.json x.py", "--json: there is no folder none"),
         ("--plot none/x.png x.py", "--plot: there is no folder none"),
-        ("--html none/x.html x.py", "--html: there is no folder none"),
         ("--plot x.xyz x.py", "--plot: expected a file that ends in .png, .pdf, .svg, got x.xyz"),
         ("--json . x.py", "--json: . is a folder"),
         ("--json", "--json"),

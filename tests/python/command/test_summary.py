@@ -162,12 +162,14 @@ def test_plot_is_drawn_after_the_program_and_where_it_started(programs, tmp_path
     programs.write(
         "draws.py",
         "import os, sys\nprint('matplotlib' in sys.modules)\nos.environ['MPLBACKEND'] = 'svg'\n"
-        "import matplotlib\nprint(matplotlib.get_backend())\nos.chdir('elsewhere')",
+        "import matplotlib\nprint(matplotlib.get_backend())\n"
+        f"{STEP}\nstep(torch.amp.GradScaler('cpu'))\nos.chdir('elsewhere')",
     )
     done, _ = programs.reported("--plot", "scale.png", "draws.py", fresh=True)
     assert done.stdout == "False\nsvg\n"
     assert (tmp_path / "scale.png").exists()
-    assert "there was no scaler that was updated" in done.stderr
+    done, _ = programs.reported("--plot", "nothing.png", "elsewhere/empty.py")
+    assert "--plot: there were too few steps, and no scaler that was updated" in done.stderr
 
 
 MANY = f"""

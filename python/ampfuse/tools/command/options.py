@@ -12,7 +12,7 @@ import torch
 
 import ampfuse
 from ampfuse.patching.parts import PARTS, chosen
-from ampfuse.tools.command.show import why_no_charts, why_no_plot
+from ampfuse.tools.command.show import why_no_plot
 
 USAGE = """python -m ampfuse [options] script.py [arguments of the script]
        python -m ampfuse [options] -m module [arguments of the module]
@@ -60,7 +60,6 @@ class Options:
     parts: list[str]
     json: Path | None
     plot: Path | None
-    html: Path | None
     quiet: bool
 
 
@@ -70,9 +69,9 @@ def refuse(why: str) -> NoReturn:
     sys.exit(2)
 
 
-def check_files(json: Path | None, plot: Path | None, html: Path | None = None) -> None:
+def check_files(json: Path | None, plot: Path | None) -> None:
     """Refuse files that cannot be written when the program has ended."""
-    for name, file in (("--json", json), ("--plot", plot), ("--html", html)):
+    for name, file in (("--json", json), ("--plot", plot)):
         if file is not None and not file.parent.is_dir():
             refuse(f"{name}: there is no folder {file.parent}")
         if file is not None and not os.access(file if file.exists() else file.parent, os.W_OK):
@@ -81,8 +80,6 @@ def check_files(json: Path | None, plot: Path | None, html: Path | None = None) 
             refuse(f"{name}: {file} is a folder")
     if plot is not None and (why := why_no_plot(plot)):
         refuse(f"--plot: {why}")
-    if html is not None and (why := why_no_charts()):
-        refuse(f"--html: {why}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -123,7 +120,7 @@ def parse(arguments: Sequence[str]) -> Options:
     given, is_module, words = parser.read(arguments, valued)
     if words[0] == "env" and not is_module and len(words) > 1:
         refuse(f"env takes no arguments, got {words[1]}")
-    check_files(given.json, given.plot, given.html)
+    check_files(given.json, given.plot)
     parts = [
         part
         for part in PARTS
@@ -136,7 +133,6 @@ def parse(arguments: Sequence[str]) -> Options:
         parts=parts,
         json=given.json and given.json.absolute(),  # the program may change the working folder
         plot=given.plot and given.plot.absolute(),
-        html=given.html and given.html.absolute(),
         quiet=given.quiet,
     )
 
@@ -164,9 +160,6 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
         ),
         parser.add_argument(
             "--plot", type=Path, metavar="FILE", help="draw the loss scale; needs matplotlib"
-        ),
-        parser.add_argument(
-            "--html", type=Path, metavar="FILE", help="write the report as a page with charts"
         ),
     ]
     parser.add_argument("--quiet", action="store_true", help="print no summary")

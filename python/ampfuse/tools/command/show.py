@@ -1,4 +1,4 @@
-"""Prints a report to the terminal, and plots it."""
+"""Prints a report to the terminal."""
 
 import math
 import sys
@@ -138,47 +138,18 @@ def _listening() -> TextIO | None:
 
 
 def why_no_plot(path: Path) -> str | None:
-    """Return why no plot can be written to `path`, or None."""
-    if path.suffix not in PICTURES:
-        return f"expected a file that ends in {', '.join(PICTURES)}, got {path.name}"
-    return why_no_charts()
-
-
-def why_no_charts() -> str | None:
-    """Return why nothing can be drawn, or None.
+    """Return why no plot can be written to `path`, or None.
 
     matplotlib is not imported here, since the program may want to configure it first.
     """
-    return None if find_spec("matplotlib") else "needs matplotlib: pip install matplotlib"
+    if find_spec("matplotlib") is None:
+        return "needs matplotlib: pip install matplotlib"
+    if path.suffix not in PICTURES:
+        return f"expected a file that ends in {', '.join(PICTURES)}, got {path.name}"
+    return None
 
 
 def import_for_plots() -> None:
     """Import matplotlib while threads can still start: its first import uses one to find fonts."""
     with suppress(Exception):  # plot() will raise it again
         import matplotlib.figure  # noqa: F401
-
-
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Plot the scales over updates with matplotlib, and mark skipped steps."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    axes = figure.add_subplot(
-        title=f"Loss scale of {report['program']}", xlabel="update", ylabel="scale"
-    )
-    axes.set_yscale("log", base=2)
-    for number, scaler in enumerate(report["scalers"]):
-        first = first_update(scaler)
-        scales = [record[0] for record in scaler["history"]]
-        updates = range(first, first + len(scales))
-        (line,) = axes.plot(updates, scales, drawstyle="steps-post", label=f"scaler {number + 1}")
-        skipped = [
-            (first + i, record[0]) for i, record in enumerate(scaler["history"]) if record[1]
-        ]
-        if skipped:
-            axes.plot(*zip(*skipped, strict=True), "x", color=line.get_color(), label="skipped")
-    if axes.lines:
-        axes.legend()
-    else:
-        say("--plot: there was no scaler that was updated")
-    figure.savefig(path)

@@ -30,7 +30,6 @@ class Monitor(StepMemory):
 
     Args:
         interval: Seconds between two samples.
-        writer: A TensorBoard writer that gets the values after steps, or None.
         find_leaks: Record the allocations of two steps if memory grows.
 
     Examples:
@@ -46,14 +45,11 @@ class Monitor(StepMemory):
         >>> monitor.write_csv("/tmp/memory.csv")
     """
 
-    def __init__(
-        self, interval: float = 0.1, *, writer: Any = None, find_leaks: bool = True
-    ) -> None:
+    def __init__(self, interval: float = 0.1, *, find_leaks: bool = True) -> None:
         super().__init__(find_leaks=find_leaks)
         self.interval = interval
         self.samples: list[Sample] = []
         """All samples. If there are many, only every second, fourth, … of the older ones."""
-        self._writer = writer
         self._first: weakref.ref[Optimizer] | None = None
         self._device_of_program = 0
         self._thread_of_program = threading.get_ident()
@@ -175,23 +171,16 @@ class Monitor(StepMemory):
         self.end_step(optimizer, self.steps + 1)
 
     def keep_end(self, sample: Sample) -> None:
-        """Keep the sample after a step, and give it to the writer.
+        """Keep the sample after a step.
 
         Args:
             sample: The sample.
         """
         keep(self.samples, sample)
         super().keep_end(sample)
-        if self._writer is not None:
-            self._write(sample)
 
     def _device(self) -> int:
         """Return the GPU of the program: each thread has its own."""
         if threading.get_ident() == self._thread_of_program:
             self._device_of_program = super()._device()
         return self._device_of_program
-
-    def _write(self, sample: Sample) -> None:
-        for name in ("host", "allocated", "reserved", "process"):
-            if size := getattr(sample, name):
-                self._writer.add_scalar(f"memory/{name}", size, sample.step)

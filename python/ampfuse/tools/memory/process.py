@@ -1,7 +1,6 @@
-"""Reads how much memory this process takes, on the host and on its GPUs."""
+"""Reads how much memory this process takes on the host."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 
@@ -13,29 +12,3 @@ def host_memory() -> int:
     except OSError:  # the process may have reached its limit of open files
         return 0
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
-
-
-def gpu_process_memory() -> Callable[[], int]:
-    """Return a function that returns the memory of this process on all GPUs; 0 if not known."""
-    try:
-        import pynvml  # type: ignore[import-not-found]
-
-        pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-    except Exception:  # no library, no driver, or no GPU
-        return lambda: 0
-    own = os.getpid()
-
-    def memory() -> int:
-        try:
-            running = [
-                one
-                for handle in handles
-                for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            ]
-        except Exception:  # not supported, for example in virtual machines
-            return 0
-        return sum(one.usedGpuMemory or 0 for one in running if one.pid == own)
-
-    return memory

@@ -1,11 +1,9 @@
-"""Shows accounts: as text, in a terminal with colors, and as a picture."""
+"""Shows accounts: as text, and as a picture."""
 
 from __future__ import annotations
 
-import sys
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ampfuse._texts import size_text, without_numbers
 from ampfuse.tools.memory.record import KINDS
@@ -15,7 +13,6 @@ if TYPE_CHECKING:
 
 MODULES_SHOWN = 8
 LEAST_SAVING = 0.01  # of the peak; changes that save less are not shown
-BAR = 40  # characters of the longest bar in a terminal
 # One color per kind, in the order of KINDS: blue for weights, masters and gradients, green for
 # moments and buffers, other colors for what belongs to the batch.
 COLORS = dict(
@@ -82,52 +79,8 @@ def text(account: Account) -> str:
 
 
 def show(account: Account) -> None:
-    """Print the account, in colors if stdout is a terminal and rich is installed."""
-    if not sys.stdout.isatty() or find_spec("rich") is None:
-        print(text(account))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-
-    def table(name: str) -> Table:
-        of = Table.grid(padding=(0, 2), pad_edge=True)
-        of.title, of.title_justify, of.title_style = name, "left", "bold"
-        of.add_column()
-        of.add_column(justify="right")
-        of.add_column(justify="right")
-        return of
-
-    kinds = table(title(account))
-    for kind, size in account.kinds.items():
-        share = f"{size / account.peak:.0%}"
-        kinds.add_row(kind, size_text(size), share, _bar({kind: size}, account.peak))
-    console.print(kinds)
-    modules = table(MODULES)
-    for name, size in modules_shown(account):
-        modules.add_row(name, size_text(size))
-    console.print(modules)
-    changes = table(CHANGES)
-    changes.add_row("as it is", size_text(account.peak), "", _bar(account.kinds, account.peak))
-    for saving in savings_shown(account):
-        change = f"{saving.peak / account.peak - 1:+.0%}"
-        bar = _bar(saving.kinds, account.peak)
-        changes.add_row(saving.name, size_text(saving.peak), change, bar, saving.how)
-    console.print(changes)
-
-
-def _bar(kinds: dict[str, int], whole: int) -> Any:
-    """Return a stacked bar for rich."""
-    from rich.text import Text
-
-    bar = Text()
-    end = drawn = 0.0
-    for kind, size in kinds.items():
-        end += size / whole * BAR
-        bar.append("█" * (round(end) - round(drawn)), style=COLORS[kind])
-        drawn = end
-    return bar
+    """Print the account."""
+    print(text(account))
 
 
 def plot(account: Account, path: Path) -> None:

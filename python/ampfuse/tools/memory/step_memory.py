@@ -2,7 +2,6 @@
 
 import gc
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from ampfuse._graphs import uses_gpu
 from ampfuse._nested import params_of, states_of
 from ampfuse.tools.memory.growth import Look, Suspect, storages_of
-from ampfuse.tools.memory.process import gpu_process_memory, host_memory
+from ampfuse.tools.memory.process import host_memory
 from ampfuse.tools.memory.record import FORWARD
 
 WINDOW = 20  # growth is computed after so many steps, and later more rarely
@@ -36,8 +35,6 @@ class Sample(NamedTuple):
     """Memory of torch's tensors on the GPU."""
     reserved: int
     """Memory that torch has reserved on the GPU."""
-    process: int
-    """Memory of the whole process on all GPUs, if nvidia-ml-py is installed."""
 
 
 class StepMemory:
@@ -57,7 +54,6 @@ class StepMemory:
         self._finds_leaks = find_leaks
         self._look: Look | None = None
         self._next_test = WINDOW  # for growth, after so many steps
-        self._process: Callable[[], int] | None = None  # set when the program uses a GPU
         self._start = time.perf_counter()
 
     @property
@@ -126,17 +122,13 @@ class StepMemory:
         return torch.cuda.current_device()
 
     def _sample(self) -> Sample:
-        allocated = reserved = process = 0
+        allocated = reserved = 0
         if uses_gpu():
             device = self._device()
-            if self._process is None:
-                self._process = gpu_process_memory()
             allocated = torch.cuda.memory_allocated(device)
             reserved = torch.cuda.memory_reserved(device)
-            process = self._process()
         seconds = time.perf_counter() - self._start
-        host = host_memory()
-        return Sample(seconds, self.steps, self._phase, host, allocated, reserved, process)
+        return Sample(seconds, self.steps, self._phase, host_memory(), allocated, reserved)
 
     def _is_suspicious(self) -> bool:
         if not self._finds_leaks or self.steps < self._next_test:

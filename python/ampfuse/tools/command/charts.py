@@ -1,11 +1,8 @@
-"""Writes a report as one HTML page with charts, which needs no other file."""
+"""Draws a report: the phases of steps, the memory, and the scale of each scaler."""
 
-import io
 import math
-from collections.abc import Callable, Iterable
-from html import escape
+from collections.abc import Callable
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from ampfuse.tools.command import show
@@ -19,56 +16,10 @@ COLORS = {
     "other": "#9a9a9a",
 }
 MARKS = 500  # of skipped steps that are drawn
-PAGE = Template("""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>$title</title>
-<meta name="viewport" content="width=device-width">
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 880px; margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin: 2em 0 .5em; }
-svg { width: 100%; height: auto; }
-table { border-collapse: collapse; width: 100%; }
-td { padding: .2em .8em .2em 0; vertical-align: top; }
-</style></head><body><h1>$title</h1>$sections</body></html>
-""")
 
 
-def write(report: dict[str, Any], path: Path) -> None:
-    """Write a report."""
-    # Names of files may hold bytes that are not UTF-8.
-    path.write_text(page(report), encoding="utf-8", errors="xmlcharrefreplace")
-
-
-def page(report: dict[str, Any]) -> str:
-    """Return a report as HTML."""
-    rows = [(name, text) for name, text in show.rows(report) if name != "hint"]
-    sections = [
-        ("What to change", table((hint,) for hint in report["hints"])),
-        ("Charts", charts(report)),
-        ("Lines in which the host spends its time", table(lines(report))),
-        ("All numbers", table(rows)),
-    ]
-    html = "".join(f"<h2>{title}</h2>{content}" for title, content in sections if content)
-    return PAGE.substitute(title=escape(show.title(report)), sections=html)
-
-
-def table(rows: Iterable[Iterable[str]]) -> str:
-    """Return rows of cells as a table; nothing if there is no row."""
-    html = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
-    return html and f"<table>{html}</table>"
-
-
-def lines(report: dict[str, Any]) -> Iterable[Iterable[str]]:
-    """Return the lines in which the host spends its time, with their shares."""
-    steps = report["steps"] or {"lines": []}
-    for line in steps["lines"]:
-        if line["share"] >= 0.01:
-            yield f"{line['share']:.0%}", line["phase"], line["where"], line["text"]
-
-
-def charts(report: dict[str, Any]) -> str:
-    """Draw the phases of steps, the memory, and the scale of each scaler, below each other."""
+def plot(report: dict[str, Any], path: Path) -> bool:
+    """Draw what a report has into a file. Return False if it has nothing to draw."""
     from matplotlib.figure import Figure
 
     drawn: list[tuple[Callable[[dict[str, Any], Any], None], dict[str, Any]]] = []
@@ -78,17 +29,16 @@ def charts(report: dict[str, Any]) -> str:
         drawn.append((draw_memory, report["memory"]))
     drawn += [(draw_scale, scaler) for scaler in report["scalers"] if scaler["history"]]
     if not drawn:
-        return ""
+        return False
     figure = Figure(figsize=(9, 2.8 * len(drawn)), layout="constrained")
     all_axes = figure.subplots(len(drawn), squeeze=False)[:, 0]
     for (draw, numbers), axes in zip(drawn, all_axes, strict=True):
         draw(numbers, axes)
         axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]
+    figure.suptitle(show.title(report), fontsize=10)
+    figure.savefig(path)
+    return True
 
 
 def draw_steps(steps: dict[str, Any], axes: Any) -> None:
