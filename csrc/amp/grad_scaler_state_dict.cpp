@@ -20,7 +20,7 @@ StateDict empty_state_dict() {
   return StateDict(c10::StringType::get(), c10::AnyType::get());
 }
 
-// The entries of the statistics of norms, in their order.
+// Names of the norm statistics, in the order of their tensor.
 constexpr std::array kNormKeys = {"_norms", "_norm_mean", "_norm_variance", "_norm_limit"};
 static_assert(kNormKeys.size() == math::kNormStatistics);
 

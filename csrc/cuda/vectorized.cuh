@@ -190,7 +190,7 @@ class PacksAnywhere {
     return __builtin_bit_cast(Words, pack);
   }
 
-  // Returns pack p, of which `low` is the lower block.
+  // Returns pack p, given its lower block.
   __device__ __forceinline__ Words assembled(const Words& low, int p) const {
     Words pack[] = {low};
     shift<sizeof(scalar_t)>(pack, {block(p + 1)}, past_ * int(sizeof(scalar_t)));

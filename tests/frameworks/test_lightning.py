@@ -6,6 +6,7 @@ import ampfuse
 import pytest
 import torch
 from ampfuse.distributed import norms_in_backward
+from ampfuse.gradients.signals import BackwardNorms
 from ampfuse.integrations.lightning import FabricMixedPrecision, MixedPrecision, ScaleLogger
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision.amp import MixedPrecision as PlainFabricPrecision
@@ -223,7 +224,7 @@ def test_optimizer_inside_fabrics_wrapper_gets_norms_of_backward():
     inputs, target = next(iter(batches()))
     fabric.backward((model(inputs) - target).square().mean())
     optimizer.step()
-    assert own._backward_norms._records
+    assert BackwardNorms.of(own)._records
 
 
 @pytest.mark.parametrize(

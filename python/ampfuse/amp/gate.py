@@ -53,7 +53,7 @@ class Gate:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the scheduler's state. Steps so far do not count.
+        """Load the scheduler's state. Pending steps are discarded.
 
         Args:
             state_dict: The result of `state_dict()` of a gate or of the scheduler.

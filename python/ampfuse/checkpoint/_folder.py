@@ -92,7 +92,7 @@ class RunLock:
         RunLock._thread = None
 
     def release(self) -> None:
-        """Let others write."""
+        """Release the lock."""
         RunLock._thread = None
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes have the file open, too

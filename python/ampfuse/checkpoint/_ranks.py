@@ -150,7 +150,7 @@ def from_bytes(dtype: torch.dtype, shape: torch.Size, data: Tensor) -> Tensor:
 
 
 def identity(part: Any, tensors: dict[str, Tensor]) -> str:
-    """Return a text that is the same for the same encoded values."""
+    """Return a fingerprint of encoded values."""
     hashes = [hash_of_tensor(tensors[name]) for name in tensors_of(part)]
     return json.dumps([part, hashes])
 

@@ -209,7 +209,7 @@ def note_of(folder: Path, rank: int) -> Written:
     try:
         written, error = json.loads(note.read_text())
     except ValueError:
-        written, error = None, "it could not write its part, nor say why"
+        written, error = None, "failed without a message"
     note.unlink()
     if written is None:
         raise CheckpointError(f"rank {rank}: {error}")

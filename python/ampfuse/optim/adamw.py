@@ -73,9 +73,9 @@ class AdamW(Adam, torch.optim.AdamW):
             whether it is called, and there is no process group.
         process_group: Ranks that step other parameters of the same model. Norms, and the decision
             to skip, then cover all ranks. A scaler's scale does not: pass the group to the scaler,
-            too. An optimizer with a group cannot be pickled. Ranks that hold shards of the same
-            DTensors are no such group. A ZeroRedundancyOptimizer would turn these arguments into
-            group options: pass it
+            too. An optimizer with a group cannot be pickled. Do not pass a group that shards
+            DTensors. A ZeroRedundancyOptimizer would turn these arguments into group options: pass
+            it
             `functools.partial(ampfuse.AdamW, max_grad_norm=..., process_group=...)` as
             `optimizer_class`.
 

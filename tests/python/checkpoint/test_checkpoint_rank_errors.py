@@ -95,7 +95,7 @@ FAILURES = {
     "in the background": ({"write": no_space}, [f"{NOT_WRITTEN}: {NO_SPACE}"] * 2),
     "also its note": (
         {"write": no_space, "note": no_space},
-        ["rank 1: it could not write its part, nor say why", NO_SPACE],
+        ["rank 1: failed without a message", NO_SPACE],
     ),
     "only its note": ({"first note": no_space}, [f"rank 1: {NO_SPACE}", NO_SPACE]),
     "out of memory": ({"write": no_memory}, ["rank 1: MemoryError()", "MemoryError()"]),

@@ -288,7 +288,7 @@ def test_rows_of_parts_state_how_often_they_were_used():
     parts = {"scaler": part(), "optimizers": part(10, 9), "clip_grad_norm": left}
     assert rows(**parts, cross_entropy=part()) == [
         ("optimizers", "used 10 times"),
-        ("", "the host did not wait in 9 steps, but would with torch's scaler"),
+        ("", "host waits avoided: 9"),
         ("clip_grad_norm", "left to torch once: sparse"),
         ("not used", "scaler, cross_entropy"),
     ]

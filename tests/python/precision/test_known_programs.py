@@ -93,7 +93,7 @@ def test_stiff_model_stays_in_float32(advised):
     first, second, third = verdict.sentences
     assert "16 bits are not accurate enough" in first
     assert "In bfloat16 its gradients differ from float32's by " in second
-    assert "`Heat` itself, beside its modules, is the first" in third
+    assert "The deviation begins in `Heat` itself, not in a submodule" in third
 
 
 def test_module_that_needs_float32_is_found_and_the_others_are_not(advised):

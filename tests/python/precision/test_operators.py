@@ -107,7 +107,7 @@ def test_random_numbers_are_the_same_in_all_precisions(watch, draw, dtype):
     assert torch.rand(1) == after
 
 
-def test_results_are_those_without_it(watch):
+def test_watch_changes_no_results_and_counts_nothing_while_paused(watch):
     watch.is_paused = True
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))

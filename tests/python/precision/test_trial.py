@@ -300,7 +300,7 @@ REFUSED = {
     ),
     "no gradients": (
         loop(STEPS_IN_BACKWARD, "model.parameters()", "model(torch.randn(2, 4))"),
-        "do optimizers step in backward?",
+        "does an optimizer step inside it?",
     ),
 }
 

@@ -149,7 +149,7 @@ def test_failure_is_told():
 def test_reason_of_no_gain_is_given():
     for base, text in (
         ({"input_seconds": [0.008] * 5}, "80 % of a step waits for input"),
-        ({}, "Other parts of a step, or operators that autocast leaves in float32"),
+        ({}, "or in operators that autocast leaves in float32"),
     ):
         assert text in reason(judged(outcome(BFLOAT16), **base), BFLOAT16)
     judge = judged(outcome(BFLOAT16), outcome(FLOAT16), gpu="Tesla T4", capability=[7, 5])

@@ -48,8 +48,7 @@ def _of_parts(parts: dict[str, Any]) -> list[tuple[str, str]]:
     for name, part in parts.items():
         texts = [f"used {_times(part['used'])}"] if part["used"] else []
         if waits := part["waits_avoided"]:
-            steps = "one step" if waits == 1 else f"{waits:,} steps"
-            texts.append(f"the host did not wait in {steps}, but would with torch's scaler")
+            texts.append(f"host waits avoided: {waits:,}")
         for reason, count in part["left_to_torch"].items():
             texts.append(f"left to torch {_times(count)}: {reason}")
         found += zip([name, *[""] * len(texts)], texts, strict=False)

@@ -1,4 +1,4 @@
-"""Finds the lines of a program that take the time, by looking at a thread now and then."""
+"""Samples the slowest lines of a program."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""`account`: what the memory of a training step is for."""
+"""`account`: a breakdown of the peak memory of a training step."""
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -41,7 +41,7 @@ class Suspect(NamedTuple):
 class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the allocations of two steps: call `end_step()` after each of them.
 
-    Begin it only if `may_begin()`. Modes that are entered later must be left first: `stop` returns
+    Begin it only if `may_begin()`. Modes that are entered later must exit first: `stop` returns
     False until this one is the innermost. Compiled functions run without the compiler meanwhile.
     The compiler would otherwise give up these functions for good.
     """

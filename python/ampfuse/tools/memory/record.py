@@ -71,7 +71,7 @@ class Record:
         return one.phase == FORWARD and begin is not None and (one.died or self.end + 1) > begin
 
     def kind_of(self, one: Allocation) -> str:
-        """Return what an allocation is for."""
+        """Return the category of an allocation."""
         return one.kind or (ACTIVATIONS if self.is_saved(one) else TEMPORARIES)
 
     def peak(self) -> tuple[int, int]:

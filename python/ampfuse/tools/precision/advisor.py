@@ -103,7 +103,9 @@ def refuse_unless_usable(base: Outcome) -> None:
     if base.data["inputs"] is None:
         raise NoAdviceError("the main thread of the program called no torch.nn.Module")
     if not any(base.gradients):
-        raise NoAdviceError("no gradient is left after backward; do optimizers step in backward?")
+        raise NoAdviceError(
+            "there are no gradients after backward; does an optimizer step inside it?"
+        )
     others = set(base.data["dtypes"]) - {"torch.float32"}
     if others:
         raise NoAdviceError(f"expected a program with float32 parameters, got {min(others)}")

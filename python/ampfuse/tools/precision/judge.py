@@ -33,7 +33,7 @@ class Judge:
         self.outcomes: dict[Precision, Outcome] = {}
         self.deviations: dict[Precision, Deviation] = {}
         self.in_vain: list[str] = []
-        """The kinds of modules of which it did not help to keep them in float32."""
+        """The kinds of modules that float32 did not fix."""
         self.spread = 0.0
         """The largest difference of times between two runs, relative to the shorter one."""
 

@@ -34,7 +34,7 @@ def seed() -> None:
 
 
 def main(order: dict[str, Any]) -> None:
-    """Run a program as ordered, and write the result to files in a folder."""
+    """Run one trial, and write its results to files in a folder."""
     RECORDING.history = RECORDED_UPDATES
     patch()
     seed()

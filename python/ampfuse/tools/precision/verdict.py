@@ -44,7 +44,7 @@ def verdict(judge: Judge) -> Verdict:
         return Verdict(FLOAT32, sentences, [])
     best = judge.best()
     if best is not None:
-        sentences = [use(judge, best), accuracy(judge, best), about_others(judge, best)]
+        sentences = [use(judge, best), accuracy(judge, best), compare_other_dtype(judge, best)]
         return Verdict(best, sentences, lines_to_change(base, best, judge.scale))
     fastest = judge.fastest()
     if fastest is not None:
@@ -60,7 +60,7 @@ def verdict(judge: Judge) -> Verdict:
 
 
 def use(judge: Judge, best: Precision) -> str:
-    """Return a sentence about what a precision gains."""
+    """Explain what a precision gains."""
     outcome, base = judge.outcomes[best], judge.base
     assert outcome.milliseconds is not None
     assert base.milliseconds is not None
@@ -84,32 +84,31 @@ def name_of(precision: Precision) -> str:
 
 
 def accuracy(judge: Judge, precision: Precision) -> str:
-    """Return a sentence about the accuracy of a precision, and about what it needs."""
-    differences = (
-        f"In {name_of(precision)}, gradients differ from float32's by {of(judge, precision)}"
-    )
-    needs = about_scaler(judge) if precision.is_scaled else "no scaler is needed"
+    """State how accurate a precision is, and what it needs."""
+    by = deviation_of(judge, precision)
+    differences = f"In {name_of(precision)}, gradients differ from float32's by {by}"
+    needs = explain_scaler(judge) if precision.is_scaled else "no scaler is needed"
     kept = " and ".join(f"`{kind_of(name)}`" for name in precision.kept)
     stays = f"{kept} has to stay in float32" if kept else "no module has to stay in float32"
     return f"{differences}, {needs}, and {stays}."
 
 
-def of(judge: Judge, precision: Precision) -> str:
+def deviation_of(judge: Judge, precision: Precision) -> str:
     """Return the deviation of a precision's gradients."""
     return percent(judge.deviations[precision].gradient)
 
 
-def about_scaler(judge: Judge) -> str:
+def explain_scaler(judge: Judge) -> str:
     """Return why float16 needs a scaler."""
     if UNSCALED not in judge.outcomes or judge.outcomes[UNSCALED].failure:
         return "a scaler is needed"
     if judge.is_accurate(UNSCALED):
         return "a scaler is needed later at least, when gradients are smaller"
-    return f"a scaler is needed (without one they differ by {of(judge, UNSCALED)})"
+    return f"a scaler is needed (without one they differ by {deviation_of(judge, UNSCALED)})"
 
 
-def about_others(judge: Judge, best: Precision) -> str:
-    """Return a sentence about the other kind of 16 bits."""
+def compare_other_dtype(judge: Judge, best: Precision) -> str:
+    """Compare with the other 16-bit dtype."""
     other = FLOAT16 if best.dtype == torch.bfloat16 else BFLOAT16
     if other not in judge.outcomes:
         return ""
@@ -142,27 +141,27 @@ def trouble(judge: Judge, precision: Precision) -> str:
 
 
 def inaccuracy(judge: Judge) -> str:
-    """Return a sentence about why no precision is accurate enough."""
+    """Explain why no precision is accurate enough."""
     found = [f"in {one.dtype_name} {trouble(judge, one)}" for one in (BFLOAT16, FLOAT16)]
     text = "; ".join(found)
     return f"{text[0].upper()}{text[1:]}."
 
 
 def origin(judge: Judge) -> str:
-    """Return a sentence about where a deviation begins."""
+    """Name the module in which the deviation begins."""
     if judge.in_vain:
         names = ", ".join(f"`{kind}`" for kind in judge.in_vain)
         return f"It did not help to keep {names} in float32."
     module = judge.deviations[BFLOAT16].first_module
     if module in judge.base.data["roots"]:
-        return f"`{module}` itself, beside its modules, is the first to compute something else."
+        return f"The deviation begins in `{module}` itself, not in a submodule."
     if module:
-        return f"`{module}` is the first module whose output is not the same."
-    return "The outputs of all modules are about the same, so what follows them is too sensitive."
+        return f"The deviation begins in `{module}`, whose output is the first that differs."
+    return "The outputs of all modules agree, so the deviation begins in the loss."
 
 
 def no_gain(judge: Judge, fastest: Precision) -> str:
-    """Return a sentence about times that do not pay."""
+    """Explain why no precision pays off."""
     outcome, base = judge.outcomes[fastest], judge.base
     if outcome.milliseconds is None or base.milliseconds is None:
         return "Stay with float32: there were too few steps to measure a gain."
@@ -174,14 +173,14 @@ def no_gain(judge: Judge, fastest: Precision) -> str:
 
 
 def reason(judge: Judge, fastest: Precision) -> str:
-    """Return a sentence about why 16 bits do not pay."""
+    """Explain why 16 bits are not faster."""
     base = judge.base
     waits = share_of_input(base)
     if waits > 0.3:
         return f"{percent(waits)} of a step waits for input, which no precision changes."
     if why := missing_instructions(base, fastest):
         return why
-    return "Other parts of a step, or operators that autocast leaves in float32, take longer."
+    return "Most of a step is spent elsewhere, or in operators that autocast leaves in float32."
 
 
 def share_of_input(outcome: Outcome) -> float:
