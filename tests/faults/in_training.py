@@ -76,14 +76,8 @@ FAULTS = [
     Fault(
         "A step clips by the scaler's norms though its closure has computed new gradients.",
         "python/ampfuse/optim/stepping.py",
-        """\
-        return _step_with_attributes(optimizer, signals, args, kwargs)
-    if args or has_hooks_before(optimizer):
-""",
-        """\
-        return _step_with_attributes(optimizer, signals, args, kwargs)
-    if has_hooks_before(optimizer):
-""",
+        """signals if traced.steps_alone and not args else without_norms(signals)""",
+        """signals if traced.steps_alone else without_norms(signals)""",
         "tests/python/amp tests/python/optim",
     ),
     # --- optimizers -----------------------------------------------------------------------------

@@ -159,8 +159,10 @@ class DeviceScaler(TorchGradScaler):
 
     # --- steps that are tried, captured and replayed --------------------------------------------
 
-    def snapshot(self) -> ScalerSnapshot:
-        """Return all that steps and updates change. Its tensors are copies."""
+    def snapshot(self) -> ScalerSnapshot | None:
+        """Return all that steps and updates change, in copies; None if the scaler is disabled."""
+        if not self._enabled:
+            return None
         scale, tracker = self._live_scale(), self._growth_tracker
         assert tracker is not None
         return ScalerSnapshot(
@@ -171,22 +173,25 @@ class DeviceScaler(TorchGradScaler):
             dict(self._inspections),
         )
 
-    def restore(self, snapshot: ScalerSnapshot) -> None:
+    def restore(self, snapshot: ScalerSnapshot | None) -> None:
         """Undo all changes since a snapshot. Tensors are written in place.
 
         Args:
             snapshot: The result of `snapshot()`.
         """
+        if snapshot is None:
+            return
         assert self._scale is not None
         assert self._growth_tracker is not None
         self._scale.copy_(snapshot.scale)
         self._growth_tracker.copy_(snapshot.growth_tracker)
         self._history.restore(snapshot.history)
         self._per_optimizer_states.clear()
-        self._per_optimizer_states.update(snapshot.per_optimizer_states)
+        states = snapshot.per_optimizer_states
+        self._per_optimizer_states.update({key: dict(state) for key, state in states.items()})
         self._inspections = dict(snapshot.inspections)
 
-    def note_replay(self, captured: ScalerSnapshot) -> None:
+    def note_replay(self, captured: ScalerSnapshot | None) -> None:
         """Record that a graph was replayed.
 
         Args:
@@ -195,6 +200,8 @@ class DeviceScaler(TorchGradScaler):
         Raises:
             ScaleCollapseError: `max_consecutive_skips` steps in a row overflowed.
         """
+        if captured is None:
+            return
         self._history.put_last_step(captured.history.last_step)
         self._history.raise_if_collapsed(self.max_consecutive_skips)
 
@@ -223,6 +230,9 @@ class DeviceScaler(TorchGradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state for pickle and deepcopy."""
+        for name in ("_policy", "_allow_no_grads"):  # the names in version 0.2.0
+            if name in state:
+                state[name.removeprefix("_")] = state.pop(name)
         check_pickled(state)
         super().__setstate__(state)
         if self._enabled:
@@ -311,11 +321,11 @@ class DeviceScaler(TorchGradScaler):
     @eager_only
     def _look_for_second_clipping(self, optimizer: Optimizer) -> None:
         """Check whether the program has clipped to the limit to which the optimizer clips."""
-        if self._watch.is_done or is_capturing():
-            return
         limit = getattr(optimizer, "max_grad_norm", None)
+        if limit is None or self._watch.has_reported or is_capturing():
+            return
         inspection = self._inspections.get(id(optimizer))
-        if limit is not None and inspection is not None and len(inspection.total_norms) == 1:
+        if inspection is not None and len(inspection.total_norms) == 1:
             (scaled_norm,) = inspection.total_norms.values()
             assert self._scale is not None
             self._watch.note_limit(scaled_norm, limit, self._scale)

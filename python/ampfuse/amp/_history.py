@@ -54,6 +54,7 @@ class HistorySnapshot(NamedTuple):
     counts: list[int]
     norms: list[float]
     records: list[ScaleRecord]
+    recorded_from: int
     steps: list[tuple[Tensor, Inspection]]
     last_step: LastStep
 
@@ -160,6 +161,7 @@ class ScalerHistory:
             self.counts(),
             self.norms(),
             self.records(),
+            self._recorded_from,
             list(self._steps),
             LastStep(self._found_inf, self._graph_step, self._is_replayed),
         )
@@ -169,6 +171,8 @@ class ScalerHistory:
         self.set_counts(snapshot.counts)
         self.set_norms(snapshot.norms)
         self.put_records(snapshot.records)
+        self._recorded_from = snapshot.recorded_from
+        self._found_inf_copy = None  # of a later step
         self._steps.clear()
         self._steps.extend(snapshot.steps)
         self.put_last_step(snapshot.last_step)

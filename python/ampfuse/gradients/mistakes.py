@@ -91,8 +91,8 @@ class Watch:
         self._has_scaled = False  # True from a scaled loss to a step without the scaler
         self._clipped: tuple[float, HostCopy, HostCopy] | None = None  # limit, norm and scale
         self._norms: list[tuple[float, HostCopy, HostCopy]] = []  # limits, scaled norms, scales
-        self._has_reported = False  # True after a warning, or if all norms were right
-        self.is_done = False  # True if there is nothing more to look for
+        self.has_reported = False  # True after a warning, or if all norms were right
+        self.is_done = False  # True if gradients need not be looked at any more
         self.is_scale_known = False  # True if the program may divide by the scale
 
     @eager_only
@@ -148,17 +148,17 @@ class Watch:
                 )
         self._report()
         is_waiting = self._clipped is not None or len(self._norms) > 0
-        self.is_done = self._steps > STEPS_WATCHED and (self._has_reported or not is_waiting)
+        self.is_done = self._steps > STEPS_WATCHED and (self.has_reported or not is_waiting)
 
     def note_limit(self, scaled_norm: Tensor, limit: float, scale: Tensor) -> None:
         """Record the norm of scaled gradients, and the limit that the optimizer clips to."""
         if len(self._norms) < STEPS_WATCHED and has_number(scaled_norm) and has_number(scale):
             self._norms.append((limit, copied_to_host(scaled_norm), copied_to_host(scale)))
-            self._report()
+        self._report()
 
     def _report(self) -> None:
         """Warn if a mistake is certain by now."""
-        if self._has_reported:
+        if self.has_reported:
             return
         if self._clipped is not None:
             max_norm, norm, scale = self._clipped[0], *(copy.number() for copy in self._clipped[1:])
@@ -169,12 +169,12 @@ class Watch:
         elif len(self._norms) == STEPS_WATCHED:
             checks = [(limit, norm.number(), scale.number()) for limit, norm, scale in self._norms]
             arrived = [(n, limit, s) for limit, n, s in checks if n is not None and s is not None]
-            self._has_reported = len(arrived) == STEPS_WATCHED
-            if self._has_reported and all(was_clipped(*check) for check in arrived):
+            self.has_reported = len(arrived) == STEPS_WATCHED
+            if self.has_reported and all(was_clipped(*check) for check in arrived):
                 self._warn(CLIPPED_TWICE.format(max_norm=checks[0][0]))
 
     def _warn(self, text: str) -> None:
-        self._has_reported = True
+        self.has_reported = True
         warn_caller(text)
 
 

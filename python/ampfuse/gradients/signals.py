@@ -115,6 +115,16 @@ def total(norms: list[Tensor]) -> Tensor:
 _OF_OPTIMIZERS: "weakref.WeakKeyDictionary[Any, BackwardNorms]" = weakref.WeakKeyDictionary()
 
 
+class Slot:
+    """The place where a scaler puts its signals while an optimizer steps.
+
+    The compiler traces it, which it does not do with attributes of optimizers.
+    """
+
+    def __init__(self) -> None:
+        self.signals: Signals | None = None
+
+
 class Signals(NamedTuple):
     """The facts that a scaler, the program or a backward pass has found out about gradients."""
 

@@ -306,12 +306,13 @@ class GraphedStep:
             warm_up(self._roots, self.optimizer, self.scaler, self._device),
         ):
             for _ in range(REHEARSALS):
-                self.optimizer.found_inf = torch.ones(())  # the step is skipped, and deletes this
+                flag = torch.ones((), dtype=torch.float32, device=self._device)
+                self.optimizer.found_inf = flag  # the step is skipped
                 self._step(self._sample)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         torch.clear_autocast_cache()
-        before = self.scaler.snapshot() if self.scaler.is_enabled() else None
+        before = self.scaler.snapshot()
         try:
             # Other threads, for example of data loaders, may do what a global capture forbids.
             with (
@@ -319,14 +320,13 @@ class GraphedStep:
                 torch.cuda.graph(graph, capture_error_mode="thread_local"),
             ):
                 self._loss = self._step(self._sample)
+            self._captured = self.scaler.snapshot()
         except BaseException:
             self.optimizer.zero_grad()
             raise
         finally:
             torch.clear_autocast_cache()
-            if before is not None:
-                self._captured = self.scaler.snapshot()
-                self.scaler.restore(before)
+            self.scaler.restore(before)
         self._grads = [(param, param.grad) for param in params_of(self.optimizer)]
         self._states = self.optimizer.snapshot()
         self._graph = graph
@@ -336,8 +336,7 @@ class GraphedStep:
         for param, grad in self._grads:
             if param.grad is not grad:
                 param.grad = grad
-        if self.scaler.is_enabled():
-            self.scaler.note_replay(self._captured)
+        self.scaler.note_replay(self._captured)
 
 
 def _own_rates(rates: list[float | Tensor], device: torch.device) -> list[Tensor]:

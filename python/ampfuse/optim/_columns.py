@@ -247,8 +247,14 @@ class ColumnCache:
 
 
 def values_of(groups: list[dict[str, Any]], limit: float | None) -> list[Any]:
-    """Return the values of all options of all groups, and the limit over all groups."""
-    return [*chain.from_iterable(group.values() for group in groups), limit]
+    """Return names and values of all options of all groups, and the limit over all groups."""
+    found: list[Any] = [limit]
+    for group in groups:
+        found += group
+        found += group.values()
+        if isinstance(group.get("betas"), list):  # which may be changed in place
+            found += group["betas"]
+    return found
 
 
 def grad_kinds(columns: list[list[Columns]]) -> list[Any]:

@@ -19,13 +19,13 @@ from ampfuse.optim._columns import Columns, about_parameter, op_options
 from ampfuse.optim._traced import traced_columns
 
 
-def take_step(optimizer: Any, signals: Signals | None) -> None:
+def take_step(optimizer: Any) -> None:
     """Take a step with a scaler's signals, or with those that the optimizer has itself."""
     groups = groups_of(optimizer)
     if optimizer._is_in_zero and optimizer.process_group is None:
         refuse_limits_in_zero([*limits_of(optimizer, groups), optimizer.max_grad_norm])
     columns = read_columns(optimizer, groups)
-    signals = known_signals(optimizer, signals)
+    signals = signals_for(optimizer)
     clips, found_inf = group_clips(
         groups,
         columns,
@@ -70,6 +70,7 @@ def read_columns(optimizer: Any, groups: list[dict[str, Any]]) -> list[list[Colu
         cache.note_options(groups, optimizer.max_grad_norm)
     optimizer._is_in_graphs = optimizer._is_in_graphs or is_capturing()
     columns: list[list[Columns]] = cache.read(groups, optimizer.state, optimizer._spare_masters)
+    optimizer._written.adopt(columns)  # before the check, which counts as a write
     # A call of the op that raises writes nothing itself, but earlier calls would have stepped. So
     # several calls are checked by a skipped step, before any of them writes.
     if cache.may_be_refused(columns):
@@ -78,14 +79,14 @@ def read_columns(optimizer: Any, groups: list[dict[str, Any]]) -> list[list[Colu
                 skip = torch.ones((), dtype=torch.float32, device=of_device.device)
                 step_columns(optimizer, group, of_device, None, None, found_inf=skip)
         cache.note_check(columns)
-    optimizer._written.adopt(columns)
     limits = limits_of(optimizer, groups)
     optimizer._grad_norm = grad_norm_tensor(optimizer._grad_norm, limits, columns)
     return columns
 
 
-def known_signals(optimizer: Any, given: Signals | None) -> Signals:
+def signals_for(optimizer: Any) -> Signals:
     """Return what is known about the gradients: from a scaler, the program, or backward."""
+    given: Signals | None = optimizer._slot.signals
     if given is not None:
         return given.with_attributes(optimizer)
     signals = Signals(backward_norms=BackwardNorms.of(optimizer)).with_attributes(optimizer)

@@ -31,8 +31,7 @@ class Traced:
         self._optimizer = weakref.ref(optimizer)
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
         self.has_scheduler = False
-        self.has_own_step = False
-        self.has_hooks_before = False
+        self.steps_alone = False
         self.skips_unseen = False
         self.takes_tensors = False
 
@@ -48,8 +47,7 @@ class Traced:
         for group in self.param_groups:
             make_static(group["params"], guard=False)
         self.has_scheduler = stepping.has_scheduler(optimizer)
-        self.has_own_step = stepping.has_own_step(optimizer)
-        self.has_hooks_before = stepping.has_hooks_before(optimizer)
+        self.steps_alone = stepping.steps_alone(optimizer)
         self.skips_unseen = stepping.skips_unseen(optimizer)
         self.takes_tensors = optimizer._step_supports_amp_scaling
         optimizer._opt_called = True  # schedulers check it

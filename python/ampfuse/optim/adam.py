@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from ampfuse._arguments import refuse_unknown
 from ampfuse._graphs import groups_of, traced_as
 from ampfuse.gradients.shards import refuse_common_ranks
-from ampfuse.gradients.signals import Signals
+from ampfuse.gradients.signals import Slot
 from ampfuse.optim import _loading, options
 from ampfuse.optim._callers import DCP, ZERO, is_called_from
 from ampfuse.optim._columns import (
@@ -120,7 +120,7 @@ class Adam(torch.optim.Adam):
         self._is_in_zero = is_called_from(ZERO) and torch.distributed.get_world_size() > 1
         self._spare_masters: Spares = {}
         Optimizer.__init__(self, params, defaults)
-        self._traced = Traced(self)
+        self._traced, self._slot = Traced(self), Slot()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters as torch does; its options are checked like the constructor's.
@@ -155,7 +155,8 @@ class Adam(torch.optim.Adam):
         lines = [f"{type(self).__name__} ("]
         for index, group in enumerate(self.param_groups):
             lines.append(f"Parameter Group {index}")
-            lines += [f"    {name}: {v}" for name, v in sorted(self.options_of(group).items())]
+            shown = self.options_of(group) if self._has_own_options else group
+            lines += [f"    {name}: {shown[name]}" for name in sorted(shown.keys() - {"params"})]
         return "\n".join([*lines, ")"])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,6 +188,7 @@ class Adam(torch.optim.Adam):
         self._written = vars(self).get("_written") or WrittenParams()
         self._written.forget()
         self._traced = vars(self).get("_traced") or Traced(self)
+        self._slot = vars(self).get("_slot") or Slot()
         self._traced.param_groups = self.param_groups
         self._spare_masters = {}
         if loading is not None:
@@ -198,9 +200,7 @@ class Adam(torch.optim.Adam):
             )
 
     @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, signals: Signals | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient, and their state, in place.
 
         The host does not wait. The step is skipped on the device if a scaler has found a non-finite
@@ -209,7 +209,6 @@ class Adam(torch.optim.Adam):
         Args:
             closure: A function that is called first, with gradients enabled; it computes the loss
                 and the gradients, and returns the loss.
-            signals: What a GradScaler passes: scale, flag and norms of the gradients.
 
         Returns:
             The result of `closure`, or None.
@@ -224,7 +223,7 @@ class Adam(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         try:
-            self._step(signals)
+            self._step()
         except (RuntimeError, ValueError, TypeError):
             self._columns.forget_step(self.state)
             for group in self.param_groups:
@@ -252,8 +251,8 @@ class Adam(torch.optim.Adam):
         """
         Optimizer.zero_grad(self, set_to_none)
 
-    def _step(self, signals: Signals | None) -> None:
-        take_step(self, signals)
+    def _step(self) -> None:
+        take_step(self)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -318,8 +317,8 @@ class Adam(torch.optim.Adam):
         Returns:
             The options by name, without `params`.
         """
-        own = self._own_options if self._has_own_options else {}
-        return {name: value for name, value in {**own, **group}.items() if name != "params"}
+        own = {**self._own_options, **group}
+        return {name: value for name, value in own.items() if name != "params"}
 
     def check_process_group(self, process_group: Any) -> None:
         """Raise if the optimizer cannot step together with these ranks.
@@ -333,7 +332,10 @@ class Adam(torch.optim.Adam):
         options.check_unscale(self._unscale, process_group)
 
     def snapshot(self) -> Snapshot:
-        """Return the state of the parameters that have gradients, which a captured graph writes."""
+        """Return references to the state of parameters with gradients, which a graph writes.
+
+        The values are not copied: `restore` does not undo steps.
+        """
         return Snapshot(self)
 
     @torch.no_grad()

@@ -28,27 +28,22 @@ def has_scheduler(optimizer: Any) -> bool:
     return is_schedulers and getattr(wrapped, "__wrapped__", None) is type(optimizer).step
 
 
-def has_own_step(optimizer: Any) -> bool:
-    """Return True if a call of `step` calls Adam's own code, after hooks, if there are any."""
-    if "step" in vars(optimizer) and not has_scheduler(optimizer):
-        return False
-    return inspect.unwrap(type(optimizer).step) is type(optimizer)._own_step
-
-
-def has_hooks_before(optimizer: Any) -> bool:
-    """Return True if a hook runs before a step that could change gradients."""
-    return bool(optimizer._optimizer_step_pre_hooks) or may_notice(
-        torch_optimizer._global_optimizer_pre_hooks
+def steps_alone(optimizer: Any) -> bool:
+    """Return True if no other code runs between a call of `step` and Adam's own code."""
+    return (
+        ("step" not in vars(optimizer) or has_scheduler(optimizer))
+        and inspect.unwrap(type(optimizer).step) is type(optimizer)._own_step
+        and not optimizer._optimizer_step_pre_hooks
+        and not may_notice(torch_optimizer._global_optimizer_pre_hooks)
     )
 
 
 def skips_unseen(optimizer: Any) -> bool:
     """Return True if only Adam's own code can notice that a step is skipped on the device."""
-    return not (
-        not has_own_step(optimizer)
-        or has_hooks_before(optimizer)
-        or optimizer._optimizer_step_post_hooks
-        or may_notice(torch_optimizer._global_optimizer_post_hooks)
+    return (
+        steps_alone(optimizer)
+        and not optimizer._optimizer_step_post_hooks
+        and not may_notice(torch_optimizer._global_optimizer_post_hooks)
     )
 
 
@@ -104,32 +99,31 @@ def may_skip_on_device(optimizer: Any, args: Any, kwargs: Any) -> bool:
 def _traced_step(optimizer: Any, signals: Signals, args: Any, kwargs: Any) -> Any:
     if not is_ours(optimizer):
         return _untraced_step(optimizer, signals, args, kwargs)
-    traced = optimizer._traced
+    traced, slot = optimizer._traced, optimizer._slot
     traced.begin()
-    if not traced.has_own_step:
-        return _untraced_step(optimizer, signals, args, kwargs)
-    if args or traced.has_hooks_before:
-        signals = without_norms(signals)
-    if traced.has_scheduler:  # the compiler does not trace its wrapper of step
-        return type(optimizer).step(optimizer, *args, signals=signals, **kwargs)
-    return optimizer.step(*args, signals=signals, **kwargs)
+    slot.signals = signals if traced.steps_alone and not args else without_norms(signals)
+    try:
+        if traced.has_scheduler:  # the compiler does not trace its wrapper of step
+            return type(optimizer).step(optimizer, *args, **kwargs)
+        return optimizer.step(*args, **kwargs)
+    finally:
+        slot.signals = None
 
 
 @traced_as(_traced_step)
 def step_with(optimizer: Any, signals: Signals, args: Any, kwargs: Any) -> Any:
     """Call `optimizer.step(*args, **kwargs)` with the signals.
 
-    Our optimizers take them as an argument, without the norms if hooks or a closure may change the
-    gradients before. torch's optimizers, and steps that other code has replaced, take scale and
-    flag in torch's way.
+    If other code runs before or around the step of our optimizers, they get scale and flag as
+    torch's do, in attributes, which that code may read and change. Norms are computed anew then.
     """
-    if not is_ours(optimizer) or not has_own_step(optimizer):
+    if not is_ours(optimizer) or args or not steps_alone(optimizer):
         return _step_with_attributes(optimizer, signals, args, kwargs)
-    if args or has_hooks_before(optimizer):
-        signals = without_norms(signals)
+    optimizer._slot.signals = signals
     try:
-        return optimizer.step(*args, signals=signals, **kwargs)
+        return optimizer.step(**kwargs)
     finally:
+        optimizer._slot.signals = None
         _delete_attributes(optimizer)
 
 

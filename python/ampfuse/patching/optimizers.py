@@ -68,18 +68,19 @@ class _InPlaceOfTorchs(optim.Adam):
         """
         return bool(self.state) or "found_inf" in vars(self)  # set by GraphedStep
 
-    def _step(self, signals: Signals | None) -> None:
-        super()._step(signals)
+    def _step(self) -> None:
+        super()._step()
         USAGE.count_use()
-        if signals is not None:
-            self._count_avoided_wait(signals.found_inf)
+        self._count_avoided_wait()
 
     @eager_only
-    def _count_avoided_wait(self, found_inf: Tensor | None) -> None:
+    def _count_avoided_wait(self) -> None:
         """Count a step that a flag on a GPU may skip, and for which torch's host would have waited.
 
         Without `fused=True` torch's scaler passes no flag, but reads it, once on each device.
         """
+        signals = self._slot.signals or Signals().with_attributes(self)
+        found_inf = signals.found_inf
         if self._unscale == "before" and found_inf is not None and found_inf.is_cuda:
             USAGE.waits_avoided += 1
 

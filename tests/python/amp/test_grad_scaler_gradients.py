@@ -1,6 +1,6 @@
 """GradScaler with gradients of every kind, and the hooks that other libraries rely on."""
 
-from functools import partial
+from functools import partial, wraps
 from math import inf, nan
 
 import ampfuse
@@ -272,3 +272,42 @@ def test_a_grad_scale_set_by_the_user_is_multiplied_in(language, device):
     assert optimizer.grad_norm.item() == pytest.approx(2**0.5 / 2)
     assert getattr(optimizer, "grad_scale", None) is None
     assert getattr(optimizer, "found_inf", None) is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_hook_that_replaces_the_arguments_of_a_step_keeps_scale_and_flag(device, compiled):
+    param = Parameter(torch.ones(2, device=device))
+    optimizer = ampfuse.AdamW([param], lr=0.1)
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: (args, {}))
+    scaler = ampfuse.GradScaler(device.type, 1024.0)
+    step = scaler.step
+    if compiled:
+        step = torch.compile(step, backend="eager")
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale((factor * param).sum()).backward()
+        step(optimizer)
+        scaler.update()
+    assert optimizer.state[param]["step"] == 1
+    torch.testing.assert_close(
+        optimizer.state[param]["exp_avg"], torch.full((2,), 0.1, device=device)
+    )
+
+
+def test_step_that_a_wrapped_function_replaces_gets_no_further_arguments(device):
+    class Counted(ampfuse.AdamW):
+        calls = 0
+
+        @wraps(ampfuse.AdamW.step)
+        def step(self, closure=None):
+            self.calls += 1
+            return ampfuse.AdamW.step(self, closure)
+
+    param = Parameter(torch.ones(2, device=device))
+    optimizer, scaler = Counted([param]), ampfuse.GradScaler(device.type, 4.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert optimizer.calls == 1
+    torch.testing.assert_close(
+        optimizer.state[param]["exp_avg"], torch.full((2,), 0.1, device=device)
+    )

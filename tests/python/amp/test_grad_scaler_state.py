@@ -157,3 +157,27 @@ def test_copied_and_pickled_scalers_keep_the_history_and_the_last_step(device):
         step(PYTHON, one, device)
         assert len(one.history()) == 3
         assert one.history() == scaler.history()
+
+
+def test_snapshot_can_be_restored_twice_and_says_nothing_of_a_disabled_scaler(device):
+    scaler = stepped(PYTHON, device, 1.0, float("inf"), history=2)
+    snapshot, before = scaler.snapshot(), scaler.state_dict()
+    history, updates = scaler.history(), scaler._history.recorded_updates()
+    for _ in range(2):
+        step(PYTHON, scaler, device)
+        assert not scaler.was_skipped()
+        scaler.restore(snapshot)
+        assert scaler.was_skipped()
+        assert scaler.state_dict() == before
+        assert (scaler.history(), scaler._history.recorded_updates()) == (history, updates)
+    disabled = ampfuse.GradScaler(device.type, enabled=False)
+    assert disabled.snapshot() is None
+    disabled.restore(None)
+
+
+def test_scaler_that_version_0_2_0_has_pickled_is_loaded(device):
+    state = stepped(PYTHON, device, 1.0, hysteresis=2).__getstate__()
+    state["_policy"], state["_allow_no_grads"] = state.pop("policy"), state.pop("allow_no_grads")
+    scaler = ampfuse.GradScaler.__new__(ampfuse.GradScaler)
+    scaler.__setstate__(state)
+    assert scaler.policy.hysteresis == 2

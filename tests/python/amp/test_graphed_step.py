@@ -6,6 +6,7 @@ Tests that pass `monkeypatch` to a `Side` capture a fake graph on a CPU, too.
 import ampfuse
 import pytest
 import torch
+from fake_graphs import capture
 from graphed_models import CLASSES, Side, batch, train_both
 from optim_models import assert_same_bits
 from torch import nn
@@ -233,3 +234,23 @@ def test_batches_may_be_in_host_memory():
         torch.manual_seed(seed)
         eager.step(*batch(cuda, seed))
     ours.assert_same(eager)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_default_dtype_of_the_program_has_no_influence(device, enabled, monkeypatch):
+    model = torch.nn.Linear(4, 3, device=device)
+    optimizer = ampfuse.AdamW(model.parameters())
+    scaler = ampfuse.GradScaler(device.type, enabled=enabled)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        sample = (torch.ones(2, 4, device=device, dtype=torch.float32),)
+        sample += (torch.tensor([0, 2], device=device),)
+        loss_fn = torch.nn.functional.cross_entropy
+        step = ampfuse.GraphedStep(model, loss_fn, optimizer, scaler, sample)
+        if device.type == "cpu":
+            capture(step, monkeypatch)
+        step(*sample)
+    finally:
+        torch.set_default_dtype(before)
+    assert optimizer.state[model.weight]["step"] == 1

@@ -149,3 +149,14 @@ def test_other_optimizers_and_hooks_of_models_that_are_not_ddps_are_refused(mode
         norms_in_backward(model, torch.optim.SGD(model.parameters()))
     with pytest.raises(ValueError, match="comm_hook: expected None"):
         norms_in_backward(model, ampfuse.AdamW(model.parameters()), (None, bf16_compress_hook))
+
+
+def test_patched_optimizer_gets_norms_of_backward():
+    with ampfuse.patched():
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        hooks = norms_in_backward(model, optimizer)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        hooks.remove()
+    assert optimizer.state[model.weight]["step"] == 1

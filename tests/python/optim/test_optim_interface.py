@@ -284,3 +284,26 @@ def test_step_does_not_depend_on_torchs_default_dtype_and_device(device, dtype, 
     expected = stepped()
     with default_dtype(dtype):
         assert_same_bits(stepped(), expected)
+
+
+def test_option_that_replaces_another_of_the_same_value_is_noticed(device):
+    param = Parameter(torch.ones(3, device=device, dtype=torch.bfloat16))
+    optimizer = ampfuse.AdamW([{"params": [param], "write_back_grads": True}], master_weights=False)
+    for name in ("write_back_grads", "master_weights"):
+        (group,) = optimizer.param_groups
+        group.pop("write_back_grads", None)
+        group[name] = True
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert "master_param" in optimizer.state[param]
+
+
+def test_betas_that_are_changed_in_a_list_are_checked():
+    param = Parameter(torch.ones(3))
+    optimizer = ampfuse.AdamW([param])
+    optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.param_groups[0]["betas"][0] = 2.0
+    with pytest.raises(ValueError, match=r"Invalid beta parameter at index 0: 2\.0"):
+        optimizer.step()

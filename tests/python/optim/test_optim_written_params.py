@@ -283,3 +283,21 @@ def test_writes_before_every_step_are_warned_about_although_copies_arrive_late(
         no_grad_copy(param, torch.full_like(param, number))
         optimizer.step()
     assert any("written by code other than the optimizer" in str(w.message) for w in recwarn)
+
+
+def test_write_is_noticed_by_a_step_that_is_checked_before(device):
+    params = [Parameter(torch.ones(256, device=device, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = ampfuse.AdamW([{"params": [param]} for param in params], lr=0.0, weight_decay=0.0)
+    for count in range(3):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        if count == 2:
+            with torch.no_grad():
+                params[0][5] = 7
+            optimizer.state["other"] = {}  # so everything is checked anew
+            with pytest.warns(UserWarning, match="parameters were written by code other than"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert params[0][5] == 7
+    assert optimizer.state[params[0]]["master_param"][5] == 7

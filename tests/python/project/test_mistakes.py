@@ -277,3 +277,21 @@ def test_scalers_that_have_stepped_are_copied_and_pickled(device):
         loop.scaler = scaler
         loop.backward()
         loop.finish()
+
+
+def test_second_clipping_of_an_optimizer_that_comes_later_is_warned_about():
+    params = [Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [ampfuse.AdamW([params[0]]), ampfuse.AdamW([params[1]], max_grad_norm=1.0)]
+    scaler = ampfuse.GradScaler("cpu")
+
+    def run():
+        for index in [0] * 5 + [1] * 5:
+            optimizers[index].zero_grad()
+            scaler.scale((100 * params[index]).sum()).backward()
+            if index == 1:
+                torch.nn.utils.clip_grad_norm_([params[1]], 1.0)
+            scaler.step(optimizers[index])
+            scaler.update()
+
+    with pytest.warns(UserWarning, match="the optimizer's max_grad_norm=1 clips them"):
+        run()

@@ -125,12 +125,10 @@ class Training:
 class Twins:
     """The same training twice, compiled and eager."""
 
-    def __init__(self, device, backend="aot_eager", fullgraph=True, **options):
+    def __init__(self, device, backend="aot_eager", **options):
         self.counter = CompileCounterWithBackend(backend)
         self.compiled, self.eager = (Training(device, **options) for _ in range(2))
-        self.compiled_step = torch.compile(
-            self.compiled.step, fullgraph=fullgraph, backend=self.counter
-        )
+        self.compiled_step = torch.compile(self.compiled.step, fullgraph=True, backend=self.counter)
         self.device = device
 
     def step(self, seed, rows=4):

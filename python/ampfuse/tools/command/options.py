@@ -159,7 +159,10 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
             "--json", type=Path, metavar="FILE", help="write the report to a file, as JSON"
         ),
         parser.add_argument(
-            "--plot", type=Path, metavar="FILE", help="draw the loss scale; needs matplotlib"
+            "--plot",
+            type=Path,
+            metavar="FILE",
+            help="draw steps, memory and loss scale; needs matplotlib",
         ),
     ]
     parser.add_argument("--quiet", action="store_true", help="print no summary")

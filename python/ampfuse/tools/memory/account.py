@@ -53,7 +53,7 @@ class Account:
         return text(self)
 
     def show(self) -> None:
-        """Print the account, with colors in a terminal if rich is installed."""
+        """Print the account."""
         show(self)
 
     def as_dict(self) -> dict[str, Any]:
