@@ -133,8 +133,8 @@ FAULTS = [
     Fault(
         "A ZeroRedundancyOptimizer accepts a limit over all groups, and clips by a part's norm.",
         "python/ampfuse/optim/_step.py",
-        """refuse_limits_in_zero([*limits_of(optimizer, groups), optimizer.max_grad_norm])""",
-        """refuse_limits_in_zero(limits_of(optimizer, groups))""",
+        """refuse_limits_in_zero([*limits, optimizer.max_grad_norm])""",
+        """refuse_limits_in_zero(limits)""",
         "tests/python/optim tests/python/distributed",
     ),
     Fault(

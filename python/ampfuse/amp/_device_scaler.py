@@ -87,7 +87,7 @@ class DeviceScaler(TorchGradScaler):
             )
         found_inf = self._note_step(optimizer, state)
         if takes_tensors:
-            result = step_with(optimizer, self._signals(optimizer, found_inf), args, kwargs)
+            result = step_with(optimizer, self._signals(optimizer, state, found_inf), args, kwargs)
         elif has_gradients:
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         else:
@@ -111,10 +111,10 @@ class DeviceScaler(TorchGradScaler):
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, False)
         state["stage"] = OptState.UNSCALED
 
-    def _signals(self, optimizer: Optimizer, found_inf: Tensor) -> Signals:
+    def _signals(self, optimizer: Optimizer, state: dict[str, Any], found_inf: Tensor) -> Signals:
         """Return what is known about an optimizer's gradients, which may still be scaled."""
         inspection = self._inspections.get(id(optimizer))
-        if self._state_of(optimizer)["stage"] is OptState.UNSCALED:
+        if state["stage"] is OptState.UNSCALED:
             return Signals(None, found_inf, None, BackwardNorms.of(optimizer))
         if inspection is None:  # a derived class has overridden _unscale_grads_
             return Signals(self._get_scale_async(), found_inf)
@@ -424,7 +424,8 @@ class DeviceScaler(TorchGradScaler):
             flags.append(optimizer_state["outlier"])
         found_inf = largest(flags)
         if may_skip_on_device(optimizer, args, kwargs):
-            return step_with(optimizer, self._signals(optimizer, found_inf), args, kwargs)
+            signals = self._signals(optimizer, optimizer_state, found_inf)
+            return step_with(optimizer, signals, args, kwargs)
         return None if found_inf.item() else optimizer.step(*args, **kwargs)
 
 

@@ -209,8 +209,7 @@ class GraphedStep:
             options = self.optimizer.options_of(group)
             for name in self._options:
                 value: Any = options.get(name)
-                # Betas are a list after loading from some files.
-                is_list = isinstance(value, list)
+                is_list = isinstance(value, list)  # betas, after loading from some files
                 fixed[f"{name} of group {index}"] = tuple(value) if is_list else value
         if self.scaler.is_enabled():
             fixed["scaler.growth_factor"] = self.scaler.get_growth_factor()

@@ -22,14 +22,15 @@ from ampfuse.optim._traced import traced_columns
 def take_step(optimizer: Any) -> None:
     """Take a step with a scaler's signals, or with those that the optimizer has itself."""
     groups = groups_of(optimizer)
+    limits = options.limits_of(groups, optimizer._own_options)
     if optimizer._is_in_zero and optimizer.process_group is None:
-        refuse_limits_in_zero([*limits_of(optimizer, groups), optimizer.max_grad_norm])
-    columns = read_columns(optimizer, groups)
+        refuse_limits_in_zero([*limits, optimizer.max_grad_norm])
+    columns = read_columns(optimizer, groups, limits)
     signals = signals_for(optimizer)
     clips, found_inf = group_clips(
         groups,
         columns,
-        limits_of(optimizer, groups),
+        limits,
         optimizer.max_grad_norm,
         optimizer._grad_norm,
         signals,
@@ -41,12 +42,6 @@ def take_step(optimizer: Any) -> None:
             if of_device.copied:
                 of_device.write_back()
     note_step(optimizer, columns)
-
-
-def limits_of(optimizer: Any, groups: list[dict[str, Any]]) -> list[float | None]:
-    """Return the limit that each group has of its own, or None."""
-    own = optimizer._own_options["max_grad_norm"]
-    return [group.get("max_grad_norm", own) for group in groups]
 
 
 def refuse_limits_in_zero(limits: list[float | None]) -> None:
@@ -61,7 +56,9 @@ def refuse_limits_in_zero(limits: list[float | None]) -> None:
 
 
 @traced_as(traced_columns)
-def read_columns(optimizer: Any, groups: list[dict[str, Any]]) -> list[list[Columns]]:
+def read_columns(
+    optimizer: Any, groups: list[dict[str, Any]], limits: list[float | None]
+) -> list[list[Columns]]:
     """Return the columns of each group; create missing state, and check everything."""
     cache = optimizer._columns
     if cache.have_options_changed(groups, optimizer.max_grad_norm):
@@ -79,7 +76,6 @@ def read_columns(optimizer: Any, groups: list[dict[str, Any]]) -> list[list[Colu
                 skip = torch.ones((), dtype=torch.float32, device=of_device.device)
                 step_columns(optimizer, group, of_device, None, None, found_inf=skip)
         cache.note_check(columns)
-    limits = limits_of(optimizer, groups)
     optimizer._grad_norm = grad_norm_tensor(optimizer._grad_norm, limits, columns)
     return columns
 

@@ -16,7 +16,7 @@ from ampfuse.optim import stepping
 from ampfuse.optim._clips import grad_norm_tensor
 from ampfuse.optim._columns import Columns, is_plain, localized, refuse_sparse
 from ampfuse.optim._state import ensure
-from ampfuse.optim.options import check_limit, option, state_options
+from ampfuse.optim.options import check_limit, limits_of, option, state_options
 
 
 class Traced:
@@ -61,8 +61,7 @@ class Traced:
             [group["params"][index] for index in indices]
             for group, indices in zip(self.param_groups, with_gradient, strict=True)
         ]
-        own = optimizer._own_options
-        limits = [option(group, "max_grad_norm", own) for group in self.param_groups]
+        limits = limits_of(self.param_groups, optimizer._own_options)
         optimizer._grad_norm = grad_norm_tensor(optimizer._grad_norm, limits, params)
         optimizer._is_in_graphs = True
         make_static([optimizer._grad_norm])
@@ -74,7 +73,11 @@ class Traced:
                 make_static(state.values())
 
 
-def traced_columns(optimizer: Any, groups: list[dict[str, Any]]) -> list[list[Columns]]:
+def traced_columns(
+    optimizer: Any,
+    groups: list[dict[str, Any]],
+    limits: list[float | None],  # read again by make_state, outside of the graph
+) -> list[list[Columns]]:
     """Return the columns of each group; create missing state."""
     check_limit(optimizer.max_grad_norm)
     with_gradient = [

@@ -49,6 +49,11 @@ def option(group: dict[str, Any], name: str, own: dict[str, Any]) -> Any:
     return group.get(name, own[name])
 
 
+def limits_of(groups: list[dict[str, Any]], own: dict[str, Any]) -> list[float | None]:
+    """Return the limit that each group has of its own, or None."""
+    return [option(group, "max_grad_norm", own) for group in groups]
+
+
 class StateOptions(NamedTuple):
     """The options that decide which state a parameter has, and its dtypes."""
 

@@ -11,7 +11,7 @@ from ampfuse.gradients.signals import Signals
 
 
 def is_ours(optimizer: Any) -> bool:
-    """Return True for ampfuse's optimizers, whose `step` takes signals."""
+    """Return True for ampfuse's optimizers, which take signals from their slot."""
     return hasattr(type(optimizer), "_own_step")
 
 
@@ -115,7 +115,7 @@ def step_with(optimizer: Any, signals: Signals, args: Any, kwargs: Any) -> Any:
     """Call `optimizer.step(*args, **kwargs)` with the signals.
 
     If other code runs before or around the step of our optimizers, they get scale and flag as
-    torch's do, in attributes, which that code may read and change. Norms are computed anew then.
+    torch's do, in attributes, which that code may read and change. Norms are computed again then.
     """
     if not is_ours(optimizer) or args or not steps_alone(optimizer):
         return _step_with_attributes(optimizer, signals, args, kwargs)
