@@ -60,6 +60,7 @@ template <typename scalar_t>
 class RowExponential {
  public:
   using Term = float;
+  using Sum = float;  // in which a thread adds terms
   static constexpr double kUnbias = 1;
 
   __device__ explicit RowExponential(float largest) {
@@ -123,6 +124,7 @@ template <>
 class RowExponential<float> {
  public:
   using Term = math::InTwo<float>;
+  using Sum = double;
   static constexpr double kUnbias = math::kUnbias;
 
   __device__ explicit RowExponential(float largest) : at_(math::exp_reference(largest)) {}
@@ -163,11 +165,13 @@ class RowExponential<float> {
 // largest z if that is beyond ±256. The errors are 2 ulps, 2⁻²⁴·|x| from rounding the exponent x,
 // and 2⁻²⁶·|x| from rounding the factor, which the reference n / factor contains, too. torch rounds
 // differences of logits in the same way. There is no bias, since it would make x larger: results
-// below 2⁻¹²⁶ are 0.
+// below 2⁻¹²⁶ are 0. A thread adds terms in float: a double for the sum would not fit in the 64
+// registers of kernels for sm_80.
 template <>
 class RowExponential<QuickFloat> {
  public:
   using Term = float;
+  using Sum = float;
   static constexpr double kUnbias = 1;
 
   __device__ explicit RowExponential(float largest) {
@@ -203,6 +207,7 @@ template <>
 class RowExponential<double> {
  public:
   using Term = double;
+  using Sum = double;
   static constexpr double kUnbias = 1;
 
   __device__ explicit RowExponential(double largest) : largest_(largest) {}

@@ -123,7 +123,7 @@ class PlainSum {
  private:
   RowExponential<scalar_t> exponential_;
   PackMaximum<scalar_t> largest_;
-  std::conditional_t<sizeof(scalar_t) == 2, float, double> sum_ = 0;
+  typename RowExponential<scalar_t>::Sum sum_ = 0;
 };
 
 // The results of a pass over a row.
