@@ -13,7 +13,8 @@ find_package(pybind11 CONFIG REQUIRED)
 
 find_library(AMPFUSE_TORCH_PYTHON torch_python NO_CACHE REQUIRED NO_DEFAULT_PATH
              PATHS ${AMPFUSE_TORCH_ROOT}/lib)
-Python_add_library(_C MODULE WITH_SOABI csrc/python/bindings.cpp csrc/python/list_queries.cpp)
+Python_add_library(_C MODULE WITH_SOABI csrc/python/bindings.cpp csrc/python/list_queries.cpp
+  csrc/python/operator_call.cpp)
 target_link_libraries(_C PRIVATE ampfuse pybind11::headers ${AMPFUSE_TORCH_PYTHON})
 set_target_properties(_C PROPERTIES CXX_VISIBILITY_PRESET hidden INSTALL_RPATH "$ORIGIN/lib")
 ampfuse_own_sources(_C)

@@ -7,6 +7,7 @@
 #include "../linear/linear_cross_entropy_workspace.h"
 #include "../ops/cross_entropy_target_check.h"
 #include "list_queries.h"
+#include "operator_call.h"
 
 namespace py = pybind11;
 
@@ -28,4 +29,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("hidden"), py::arg("weight"), py::kw_only(), py::arg("dtype"),
         py::arg("logits_dtype"), py::arg("weight_grad_dtype"), py::arg("chunk_rows"),
         py::arg("chunk_classes"), py::arg("with_gradient"), py::arg("on_gpu"));
+  using ampfuse::OperatorCall;
+  py::class_<OperatorCall>(m, "OperatorCall")
+      .def(py::init<py::object>())
+      .def("__call__", torch::wrap_pybind_function(&OperatorCall::operator()));
 }

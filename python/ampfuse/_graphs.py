@@ -23,6 +23,8 @@ def traced_as(traced: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, 
     def decorate(eager: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(eager)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            # Without a module of torch in it, the compiler would skip this frame, and perhaps trace
+            # the eager function that it calls.
             function = traced if torch.compiler.is_compiling() else eager
             return function(*args, **kwargs)
 
@@ -91,14 +93,18 @@ def is_in_backward() -> bool:
 
 def is_capturing() -> bool:
     """Return True if a CUDA graph is being captured on the current stream."""
-    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return False
-    return torch.cuda.is_current_stream_capturing()
+    return (
+        not torch.compiler.is_compiling()
+        and uses_gpu()
+        and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def is_in_graph() -> bool:
     """Return True if the code is being traced or captured, and so may run again without Python."""
-    return torch.compiler.is_compiling() or is_capturing()
+    return torch.compiler.is_compiling() or (
+        uses_gpu() and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def _traced_groups_of(optimizer: Any) -> list[dict[str, Any]]:

@@ -14,20 +14,28 @@ are copied to dense ones and back on a GPU.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ampfuse import _C
 from ampfuse._arguments import explain
+from ampfuse._graphs import traced_as
 
-_multi_tensor_norm = torch.ops.ampfuse.multi_tensor_norm.default
-_multi_tensor_unscale = torch.ops.ampfuse.multi_tensor_unscale.default
-_multi_tensor_unscale_norm = torch.ops.ampfuse.multi_tensor_unscale_norm.default
-_multi_tensor_clip = torch.ops.ampfuse.multi_tensor_clip.default
-_fused_adam = torch.ops.ampfuse.fused_adam.default
-_fused_adam_write_back_grads = torch.ops.ampfuse.fused_adam.write_back_grads
-_update_scale = torch.ops.ampfuse.update_scale.default
+
+def _bind(overload: Any) -> Any:
+    """Return a function that calls an operator as torch.ops does, but sooner in eager code."""
+    return traced_as(overload)(_C.OperatorCall(overload))
+
+
+_multi_tensor_norm = _bind(torch.ops.ampfuse.multi_tensor_norm.default)
+_multi_tensor_unscale = _bind(torch.ops.ampfuse.multi_tensor_unscale.default)
+_multi_tensor_unscale_norm = _bind(torch.ops.ampfuse.multi_tensor_unscale_norm.default)
+_multi_tensor_clip = _bind(torch.ops.ampfuse.multi_tensor_clip.default)
+_fused_adam = _bind(torch.ops.ampfuse.fused_adam.default)
+_fused_adam_write_back_grads = _bind(torch.ops.ampfuse.fused_adam.write_back_grads)
+_update_scale = _bind(torch.ops.ampfuse.update_scale.default)
 
 
 class MultiTensorNorm(NamedTuple):

@@ -23,10 +23,12 @@ FAULTS = [
         """\
         self._per_optimizer_states.clear()
         self._inspections.clear()
-        self._history.raise_if_collapsed(self.max_consecutive_skips)
+        if self.max_consecutive_skips is not None:
+            self._history.raise_if_collapsed(self.max_consecutive_skips)
 """,
         """\
-        self._history.raise_if_collapsed(self.max_consecutive_skips)
+        if self.max_consecutive_skips is not None:
+            self._history.raise_if_collapsed(self.max_consecutive_skips)
         self._per_optimizer_states.clear()
         self._inspections.clear()
 """,

@@ -155,7 +155,8 @@ class DeviceScaler(TorchGradScaler):
             )
         self._per_optimizer_states.clear()
         self._inspections.clear()
-        self._history.raise_if_collapsed(self.max_consecutive_skips)
+        if self.max_consecutive_skips is not None:
+            self._history.raise_if_collapsed(self.max_consecutive_skips)
 
     # --- steps that are tried, captured and replayed --------------------------------------------
 
@@ -203,7 +204,8 @@ class DeviceScaler(TorchGradScaler):
         if captured is None:
             return
         self._history.put_last_step(captured.history.last_step)
-        self._history.raise_if_collapsed(self.max_consecutive_skips)
+        if self.max_consecutive_skips is not None:
+            self._history.raise_if_collapsed(self.max_consecutive_skips)
 
     def forget(self, optimizer: Optimizer) -> None:
         """Discard what was recorded for an optimizer, since its step failed: no update follows.

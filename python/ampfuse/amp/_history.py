@@ -214,9 +214,9 @@ class ScalerHistory:
         return self._consecutive_skips
 
     @eager_only
-    def raise_if_collapsed(self, limit: int | None) -> None:
+    def raise_if_collapsed(self, limit: int) -> None:
         """Raise ScaleCollapseError if at least `limit` steps in a row overflowed."""
-        if limit is None or is_capturing():  # no step is taken during a capture
+        if is_capturing():  # no step is taken during a capture
             return
         skips = self.consecutive_skips()
         if skips >= limit:

@@ -1,6 +1,7 @@
 """The options of a loss scale: types are checked here, and most ranges by the op."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Policy:
         if high is not None and init_scale > high:
             raise ValueError(f"init_scale: expected at most max_scale={high}, got {init_scale}")
 
-    @property
+    @cached_property
     def options(self) -> dict[str, Any]:
         """The options by name. The op and state dicts use the same names."""
         return {name: getattr(self, name) for name in self.__match_args__}

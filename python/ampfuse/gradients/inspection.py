@@ -4,7 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,38 +13,17 @@ from torch.optim import Optimizer
 from ampfuse import _C, ops
 from ampfuse._graphs import groups_of, traced_as
 from ampfuse.gradients.devices import largest, on_device
-from ampfuse.gradients.lists import resolve_conjugate_grad
+from ampfuse.gradients.lists import GradientList, resolve_conjugate_grad
 from ampfuse.gradients.norms import found_by_any, norm_of_shards, rounded
 from ampfuse.gradients.shards import is_distributed, is_dtensor, local, spread_dimensions
 from ampfuse.gradients.signals import BackwardNorms, total
 
 
 @dataclass
-class DeviceGradients:
-    """The gradients on one device as the kernels take them, with their parameters."""
-
-    params: list[Tensor]
-    grads: list[Tensor]
-
-    def without_repeats(self) -> list["DeviceGradients"]:
-        """Split the gradients into parts in which no two begin at the same address."""
-        found: list[DeviceGradients] = []
-        seen: Counter[int] = Counter()
-        for param, grad in zip(self.params, self.grads, strict=True):
-            address = grad.data_ptr()
-            if seen[address] == len(found):
-                found.append(DeviceGradients([], []))
-            found[seen[address]].params.append(param)
-            found[seen[address]].grads.append(grad)
-            seen[address] += 1
-        return found
-
-
-@dataclass
 class Gradients:
     """All gradients of an optimizer."""
 
-    on: dict[torch.device, DeviceGradients] = field(default_factory=dict)
+    on: dict[torch.device, GradientList] = field(default_factory=dict)
     meshes: dict[tuple[Any, int], None] = field(default_factory=dict)
     """Mesh dimensions along which some parameters are sharded."""
     are_whole: bool = True
@@ -52,9 +31,7 @@ class Gradients:
 
     def add(self, device: torch.device, params: list[Tensor], grads: list[Tensor]) -> None:
         """Add gradients on a device, and their parameters."""
-        part = self.on.setdefault(device, DeviceGradients([], []))
-        part.params += params
-        part.grads += grads
+        self.on.setdefault(device, GradientList(device)).add(params, grads)
 
 
 @dataclass
@@ -139,37 +116,28 @@ def inspect(
     params: list[Tensor] = []
     norms, total_norms = [], {}
     are_whole = gradients.are_whole and process_group is None
-    for device, part in gradients.on.items():
+    for device, unread in gradients.on.items():
         flags[device] = on_device(found_inf, device)
-        scale_there = on_device(inv_scale, device)
-        of_backward, part = (None, part) if known is None else known_part(part, known)
-        if of_backward is not None:
-            torch.maximum(flags[device], of_backward.found_inf, out=flags[device])
-            params += of_backward.params
-            norms += of_backward.norms
-            total_norms[device] = of_backward.total_norm
-            if not part.grads:
-                continue
-        rounds = [part]
-        try:
-            results = [unscale(part, flags[device], scale_there)]
-        except ValueError:
-            # Perhaps a parameter is in a group twice. Multiply its gradient twice, as torch does.
-            rounds = part.without_repeats()
-            if len(rounds) == 1:
-                raise
-            for once in rounds:  # writes nothing; raises for gradients that overlap partly
-                unscale(once, flags[device].clone(), torch.ones_like(scale_there))
-            results = [unscale(once, flags[device], scale_there) for once in rounds]
-            are_whole = False
-        params += [param for once in rounds for param in once.params]
-        norms += [result.norms for result in results]
-        if len(rounds) == 1:
-            total_norm = results[0].total_norm
-            known_norm = total_norms.get(device)
-            total_norms[device] = (
-                total_norm if known_norm is None else total([total_norm, known_norm])
+        totals = []
+        if known is not None:
+            records, rest = known.split(unread.grads)
+            for indices, record in records:
+                torch.maximum(flags[device], record.result.found_inf, out=flags[device])
+                params += [unread.params[index] for index in indices]
+                norms.append(record.result.norms)
+                totals.append(record.result.total_norm)
+            unread = GradientList(
+                device, [unread.params[i] for i in rest], [unread.grads[i] for i in rest]
             )
+        results = unscale(unread, flags[device], on_device(inv_scale, device))
+        for once, result in results:
+            params += once.params
+            norms.append(result.norms)
+            totals.append(result.total_norm)
+        if len(results) > 1:  # a gradient was multiplied twice
+            are_whole = False
+        else:
+            total_norms[device] = total(totals)
     if gradients.meshes or process_group is not None:
         flag = flag_of_all_ranks(found_inf, flags, gradients.meshes, process_group)
         flags = {found_inf.device: flag}
@@ -177,36 +145,44 @@ def inspect(
     return flags, found
 
 
-class OfBackward(NamedTuple):
-    """The norms of a device's gradients that were computed during backward."""
+def unscale(
+    gradients: GradientList, found_inf: Tensor, inv_scale: Tensor
+) -> list[tuple[GradientList, ops.UnscaledNorm]]:
+    """Multiply gradients in place, set the flag if any is non-finite, and return their norms.
 
-    params: list[Tensor]
-    norms: list[Tensor]
-    total_norm: Tensor
-    found_inf: Tensor
-
-
-def known_part(
-    part: DeviceGradients, known: BackwardNorms
-) -> tuple[OfBackward | None, DeviceGradients]:
-    """Return the known norms, if there are any, and the gradients that must be read."""
-    found, rest = known.split(part.grads)
-    if not found:
-        return None, part
-    results = [record.result for _, record in found]
-    of_backward = OfBackward(
-        [part.params[index] for indices, _ in found for index in indices],
-        [result.norms for result in results],
-        total([result.total_norm for result in results]),
-        largest([result.found_inf for result in results]),
-    )
-    unread = DeviceGradients([part.params[i] for i in rest], [part.grads[i] for i in rest])
-    return of_backward, unread
+    A gradient that is listed twice is multiplied twice, as in torch. Then there are several
+    results, for lists without repeats.
+    """
+    if not gradients.grads:
+        return []
+    try:
+        return [(gradients, _unscale_once(gradients, found_inf, inv_scale))]
+    except ValueError:
+        lists = split_repeats(gradients)
+        if len(lists) == 1:
+            raise
+        for once in lists:  # writes nothing; raises for gradients that overlap partly
+            _unscale_once(once, found_inf.clone(), torch.ones_like(inv_scale))
+        return [(once, _unscale_once(once, found_inf, inv_scale)) for once in lists]
 
 
-def unscale(part: DeviceGradients, found_inf: Tensor, inv_scale: Tensor) -> ops.UnscaledNorm:
-    """Multiply gradients in place, set the flag if any is non-finite, and return their norms."""
-    return ops.multi_tensor_unscale_norm(part.grads, found_inf, inv_scale, dtype=torch.float64)
+def _unscale_once(
+    gradients: GradientList, found_inf: Tensor, inv_scale: Tensor
+) -> ops.UnscaledNorm:
+    return ops.multi_tensor_unscale_norm(gradients.grads, found_inf, inv_scale, dtype=torch.float64)
+
+
+def split_repeats(gradients: GradientList) -> list[GradientList]:
+    """Split the gradients into lists in which no two begin at the same address."""
+    found: list[GradientList] = []
+    seen: Counter[int] = Counter()
+    for param, grad in zip(gradients.params, gradients.grads, strict=True):
+        address = grad.data_ptr()
+        if seen[address] == len(found):
+            found.append(GradientList(gradients.device))
+        found[seen[address]].add([param], [grad])
+        seen[address] += 1
+    return found
 
 
 def _traced_identities(tensors: list[Tensor]) -> list[int] | list[weakref.ref[Tensor]]:

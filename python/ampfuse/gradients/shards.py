@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_IS_AVAILABLE = torch.distributed.is_available()
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -92,4 +94,4 @@ def refuse_common_ranks(params: Sequence[Tensor], process_group: Any) -> None:
 
 def is_distributed() -> bool:
     """Return True if there may be DTensors. Otherwise no parameter needs to be checked."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return _IS_AVAILABLE and torch.distributed.is_initialized()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ampfuse import ops
 from ampfuse._arguments import described
@@ -58,7 +59,7 @@ class BackwardNorms:
     @staticmethod
     def of(optimizer: Any) -> "BackwardNorms | None":
         """Return the norms that are computed for an optimizer. Graphs compute their own."""
-        if torch.compiler.is_compiling() or not _OF_OPTIMIZERS or is_capturing():
+        if is_compiling() or not _OF_OPTIMIZERS or is_capturing():
             return None
         return _OF_OPTIMIZERS.get(optimizer)
 

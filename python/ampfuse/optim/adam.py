@@ -30,7 +30,6 @@ from ampfuse.optim._state import Spares, renew_master
 from ampfuse.optim._step import take_step
 from ampfuse.optim._traced import Traced
 from ampfuse.optim._written import WrittenParams
-from ampfuse.optim.stepping import is_wrapped_by_accelerate
 
 OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero", "_own_options", "_unscale"}
 
@@ -375,3 +374,9 @@ class Adam(torch.optim.Adam):
             ValueError: An entry is out of range, or does not fit its parameter.
         """
         _loading.load_into(self, state_dict)
+
+
+def is_wrapped_by_accelerate(optimizer: Any) -> bool:
+    """Return True while Accelerate wraps `step` to notice whether a scaler calls it."""
+    step = vars(optimizer).get("step")
+    return getattr(step, "__module__", None) == "accelerate.optimizer"

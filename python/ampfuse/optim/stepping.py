@@ -15,12 +15,6 @@ def is_ours(optimizer: Any) -> bool:
     return hasattr(type(optimizer), "_own_step")
 
 
-def is_wrapped_by_accelerate(optimizer: Any) -> bool:
-    """Return True while Accelerate wraps `step` to notice whether a scaler calls it."""
-    step = vars(optimizer).get("step")
-    return getattr(step, "__module__", None) == "accelerate.optimizer"
-
-
 def has_scheduler(optimizer: Any) -> bool:
     """Return True if `step` is wrapped only by a scheduler of torch's, which counts calls."""
     wrapped = vars(optimizer).get("step")
