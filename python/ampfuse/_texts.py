@@ -1,5 +1,6 @@
 """Sizes and names as people write them."""
 
+import math
 import re
 
 
@@ -25,3 +26,13 @@ def bytes_of(size: float | str) -> int:
 def without_numbers(name: str) -> str:
     """Return the name of a module with `*` in place of numbers, as in `"layers.*.norm"`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def percent(share: float) -> str:
+    """Return a share as a text with two digits, as in `"0.35 %"`."""
+    if share > 10:
+        return "> 1,000 %"
+    if 0 < share < 1e-6:
+        return "< 0.0001 %"
+    digits = max(0, 1 - math.floor(math.log10(100 * share))) if share > 0 else 0
+    return f"{100 * share:,.{min(digits, 4)}f} %"

@@ -61,6 +61,10 @@ class Place(NamedTuple):
     call: str
     """The name of the function that is called there, if that is known."""
 
+    def __str__(self) -> str:
+        """Return the line with its text."""
+        return f"{self.where} `{self.text}`" if self.text else self.where
+
 
 def place(code: CodeType, instruction: int) -> Place:
     """Return the line of an instruction, which is counted in bytes as in `frame.f_lasti`."""

@@ -6,8 +6,8 @@ The program's first steps run again and again, each time in another precision.
 import json
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,15 +15,14 @@ from ampfuse.tools.command.options import Parser, check_files, refuse
 from ampfuse.tools.command.report import in_json
 from ampfuse.tools.command.show import say
 from ampfuse.tools.precision import show
-from ampfuse.tools.precision.advisor import NoAdviceError, advise
-from ampfuse.tools.precision.outcome import Program
+from ampfuse.tools.precision.advisor import NoAdviceError, Program, advise
 
 USAGE = """python -m ampfuse advise [options] script.py [arguments of the script]
        python -m ampfuse advise [options] -m module [arguments of the module]"""
 EPILOG = """The script runs several times until its optimizer has taken these steps: in
 float32, in bfloat16 and float16 by autocast, and with bfloat16 weights. This takes
-some ten times as long as the script takes for these steps. torch.save writes
-to memory only; other files that the script writes are written each time.
+some ten times as long as the script takes for these steps. torch.save writes to a
+temporary folder; other files that the script writes are written each time.
 
 examples:
   python -m ampfuse advise train.py --model large
@@ -33,48 +32,30 @@ LEAST_STEPS = 10  # four that are analysed, two that warm up, and four that are 
 MOST_STEPS = 200
 
 
-@dataclass(frozen=True)
-class Options:
-    """The parsed command line."""
-
-    program: Program
-    json: Path | None
-    plot: Path | None
-
-
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run `python -m ampfuse advise` with these arguments."""
-    chosen = parse(arguments)
+    program, given = parse(arguments)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         refuse("advise: expected one process, got several; run it without a launcher")
     try:
-        advice = advise(chosen.program, say)
+        advice = advise(program, say)
     except NoAdviceError as error:
         refuse(f"advise: {error}")
     # Files are written first: a terminal may lack characters of the text.
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(in_json(advice.as_dict()), indent=2) + "\n")
-    if chosen.plot is not None:
-        show.plot(advice, chosen.plot)
-    print(show.text(advice, chosen.program.words[0]))
+    if given.json is not None:
+        given.json.write_text(json.dumps(in_json(show.as_dict(advice)), indent=2) + "\n")
+    if given.plot is not None:
+        show.plot(advice, given.plot)
+    print(show.text(advice, program.words[0]))
     sys.exit(0)
 
 
-def parse(arguments: Sequence[str]) -> Options:
+def parse(arguments: Sequence[str]) -> tuple[Program, Namespace]:
     """Parse the command line."""
-    parser = Parser(
-        usage=USAGE,
-        description="Find the precision that suits a program.",
-        epilog=EPILOG,
-    )
+    parser = Parser(USAGE, "Find the precision that suits a program.", EPILOG)
+    steps_help = f"steps to take, {LEAST_STEPS} to {MOST_STEPS}; {STEPS} if not given"
     options = [
-        parser.add_argument(
-            "--steps",
-            type=int,
-            default=STEPS,
-            metavar="N",
-            help=f"steps to take, {LEAST_STEPS} to {MOST_STEPS}; {STEPS} if not given",
-        ),
+        parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=steps_help),
         parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to it"),
         parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the losses"),
     ]
@@ -86,4 +67,4 @@ def parse(arguments: Sequence[str]) -> Options:
         refuse("advise: expected a script in a file, which can run again")
     if not is_module and not Path(words[0]).is_file():
         refuse(f"advise: there is no file {words[0]}")
-    return Options(Program(words, is_module, given.steps), given.json, given.plot)
+    return Program(words, is_module, given.steps), given

@@ -15,7 +15,7 @@ from ampfuse.patching import optimizers
 from ampfuse.tools.hooks import replace
 from ampfuse.tools.memory.as_on_gpu import in_float32
 from ampfuse.tools.precision.precisions import Precision
-from ampfuse.tools.program_lines import Place, current_line
+from ampfuse.tools.program_lines import current_line
 
 
 class Forcing:
@@ -23,26 +23,23 @@ class Forcing:
 
     Where the program uses autocast, this changes its dtype. Elsewhere autocast begins with the
     first module that is called with gradients, and ends when backward begins: that is what one
-    would write.
+    would write. Scalers of the program are disabled, since each trial scales losses itself.
     """
 
-    def __init__(self, exits: ExitStack, precision: Precision, scale: float) -> None:
-        self.precision = precision
-        self.autocast: Place | None = None
-        """The line where the program enables autocast, if it does."""
+    def __init__(self, exits: ExitStack, precision: Precision) -> None:
+        self.places: dict[str, str] = {}
+        """The first lines of the program that enable autocast, make a scaler and so on."""
         self.dtype: torch.dtype | None = None
         """The dtype that the program gives to autocast."""
-        self.scaler: Place | None = None
-        """The line where the program makes a scaler that is enabled."""
-        self.optimizer: tuple[str, Place | None] = "", None
-        """The name of the first optimizer that may have 16-bit weights, and the line of it."""
-        self._scale = scale
+        self.optimizer = ""
+        """The name of the first optimizer that may have 16-bit weights."""
+        self._precision = precision
         self._keeps = cache(precision.keeps)  # asked at each call of a module
         self._own = ExitStack()
         self._is_on = False
         self._init: Any = torch.autocast.__init__
         replace(exits, torch.autocast, "__init__", self._changed(self._init))
-        replace(exits, GradScaler, "__init__", self._with_scale(GradScaler.__init__))
+        replace(exits, GradScaler, "__init__", self._disabled(GradScaler.__init__))
         optimizer: Any = optimizers._InPlaceOfTorchs
         replace(exits, optimizer, "__init__", self._with_masters(optimizer.__init__))
         exits.callback(self.end)
@@ -57,37 +54,32 @@ class Forcing:
         may_begin: bool,
     ) -> Any:
         """Call a module in the precision that it should have. Autocast may begin with it."""
-        dtype = self.precision.dtype
+        dtype = self._precision.dtype
         if dtype is not None and self._keeps(name):
             args, kwargs = in_float32((args, kwargs))
-            with self._autocast(device_of(module), dtype, False):
+            with self._autocast(module, dtype, False):
                 return call(module, *args, **kwargs)
         if dtype is None or not may_begin or not self._should_begin(module):
             return call(module, *args, **kwargs)
-        context = self._autocast(device_of(module), dtype, True)
+        context = self._autocast(module, dtype, True)
         if not torch.is_grad_enabled():
             with context:
                 return call(module, *args, **kwargs)
         self._own.enter_context(context)
         self._is_on = True
         output = call(module, *args, **kwargs)
-        if self.autocast is not None:  # the module enables autocast itself
+        if "autocast" in self.places:  # the module enables autocast itself
             self.end()
         return output
 
     def _should_begin(self, module: nn.Module) -> bool:
         """Return True if autocast begins with this module: not where the program does so itself."""
-        has_16bit_weights = self.precision.has_16bit_weights
-        if self._is_on or (self.autocast is not None and not has_16bit_weights):
-            return False
-        if next(module.parameters(), None) is None:
+        if self._is_on or next(module.parameters(), None) is None:
             return False
         # Evaluation without autocast would fail with 16-bit weights.
-        return self.autocast is None or not torch.is_autocast_enabled(device_of(module))
-
-    def begin_root(self) -> None:
-        """Forget copies of weights that were made before another module ran."""
-        torch.clear_autocast_cache()
+        has_16bit_weights = self._precision.has_16bit_weights
+        is_evaluation = has_16bit_weights and not torch.is_autocast_enabled(device_of(module))
+        return "autocast" not in self.places or is_evaluation
 
     def end(self) -> None:
         """End autocast before backward, and before an optimizer changes the weights."""
@@ -95,10 +87,15 @@ class Forcing:
         self._own.close()
         torch.clear_autocast_cache()  # weights change now; autocast may go on around this
 
-    def _autocast(self, device: str, dtype: torch.dtype, is_enabled: bool) -> Any:
+    def _autocast(self, module: nn.Module, dtype: torch.dtype, is_enabled: bool) -> Any:
         context = object.__new__(torch.autocast)
-        self._init(context, device, dtype=dtype, enabled=is_enabled)
+        self._init(context, device_of(module), dtype=dtype, enabled=is_enabled)
         return context
+
+    def note(self, name: str) -> None:
+        """Note under this name which line of the program runs, if it is the first."""
+        if name not in self.places:
+            self.places[name] = str(current_line() or "the program")
 
     def _changed(self, init: Callable[..., None]) -> Callable[..., None]:
         @wraps(init)
@@ -112,11 +109,11 @@ class Forcing:
             init(context, device_type, dtype, enabled, cache_enabled)
             # Autocast of a device that is not there is not enabled. In backward, torch's checkpoint
             # makes contexts.
-            if context._enabled and not is_in_backward() and self.autocast is None:
-                self.autocast = current_line()
+            if context._enabled and not is_in_backward() and "autocast" not in self.places:
+                self.note("autocast")
                 self.dtype = dtype or torch.get_autocast_dtype(device_type)
-            enabled = enabled and self.precision.dtype is not None
-            dtype = self.precision.dtype if enabled else dtype
+            enabled = enabled and self._precision.dtype is not None
+            dtype = self._precision.dtype if enabled else dtype
             init(context, device_type, dtype, enabled, cache_enabled)
 
         return changed
@@ -130,28 +127,27 @@ class Forcing:
         @wraps(init)
         def changed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
-            if not self.optimizer[0]:
-                self.optimizer = type(optimizer).__name__, current_line()
-            if not self.precision.has_16bit_weights:
+            self.optimizer = self.optimizer or type(optimizer).__name__
+            self.note("optimizer")
+            if not self._precision.has_16bit_weights:
                 return
             for group in optimizer.param_groups:
                 group["master_weights"] = True
                 for param in group["params"]:
                     if param.dtype == torch.float32 and param.dim() > 1:
-                        param.data = param.data.to(self.precision.dtype)
+                        param.data = param.data.to(self._precision.dtype)
 
         return changed
 
-    def _with_scale(self, init: Callable[..., None]) -> Callable[..., None]:
+    def _disabled(self, init: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(init)
 
         @wraps(init)
         def changed(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
             given = signature.bind(scaler, *args, **kwargs).arguments
-            if is_enabled := given.get("enabled", True):
-                self.scaler = self.scaler or current_line()
-            is_enabled = is_enabled and self.precision.is_scaled
-            init(**given | {"enabled": is_enabled, "init_scale": self._scale})
+            if given.get("enabled", True):
+                self.note("scaler")
+            init(**given | {"enabled": False})
 
         return changed
 

@@ -1,9 +1,7 @@
 """Knows which module of a program computes, and which parameters the program has."""
 
-import bisect
 import os
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,7 +15,6 @@ from torch.optim import Optimizer
 from ampfuse._graphs import is_in_backward
 from ampfuse._nested import params_of
 from ampfuse.tools.hooks import replace
-from ampfuse.tools.program_lines import Place, current_line
 
 # Calls a module: torch's function for it, the module, its name, its arguments, and True if it is
 # called by the program's thread in forward.
@@ -32,19 +29,16 @@ class Modules:
         """Notice calls until `exits` closes, and let `run` do them."""
         self.roots: list[nn.Module] = []
         """The outermost modules."""
-        self.first_call: Place | None = None
-        """The line that called a root with gradients first."""
         self.on_root: Callable[[nn.Module, Any], None] = lambda module, inputs: None
         """Called before a root runs."""
-        self.on_output: Callable[[str, Any, Any], None] | None = None
+        self.on_output: Callable[[str, Any, Any], None] = lambda name, inputs, output: None
         """Called with a module's name, inputs and output."""
         self._run = run
         self._stack: list[str] = []
         self._names: dict[int, str] = {}
-        self._begins: list[tuple[int, str]] = []  # a number of autograd's, and the module from then
         self._thread = threading.get_ident()
         self._process = os.getpid()
-        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._optimizers: list[Optimizer] = []
         replace(exits, nn.Module, "__call__", self._noted(nn.Module.__call__))
         replace(exits, Optimizer, "__init__", self._noting_optimizer(Optimizer.__init__))
 
@@ -53,30 +47,19 @@ class Modules:
         """The name of the innermost module that runs forward, or an empty text."""
         return self._stack[-1] if self._stack else ""
 
-    def behind(self, number: int) -> str:
-        """Return the module in whose forward autograd gave a node this sequence number."""
-        index = bisect.bisect_right(self._begins, number, key=lambda begin: begin[0])
-        return self._begins[index - 1][1] if index else ""
-
-    def forget(self) -> None:
-        """Forget the sequence numbers of graphs that are gone."""
-        self._begins.clear()
-
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters of all roots and optimizers by their names."""
         named: list[tuple[str, Tensor]] = []
         for root in self.roots:
             named += root.named_parameters()
-        optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
-        named += [("parameter", param) for one in optimizers for param in params_of(one)]
-        found: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        counts: Counter[str] = Counter()
+        for optimizer in self._optimizers:
+            named += [("parameter", param) for param in params_of(optimizer)]
+        names: dict[Tensor, str] = {}  # tensors are equal as keys if they are the same one
         for name, param in named:
-            if id(param) in seen:
-                continue
-            seen.add(id(param))
-            name = without_wrappers(name)
+            names.setdefault(param, without_wrappers(name))
+        found: dict[str, Tensor] = {}
+        counts: Counter[str] = Counter()
+        for param, name in names.items():
             counts[name] += 1
             found[f"{name} ({counts[name]})" if counts[name] > 1 else name] = param
         return found
@@ -86,7 +69,7 @@ class Modules:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or os.getpid() != self._process:
                 return original(module, *args, **kwargs)
-            # A part that is checkpointed runs again in backward.
+            # A module that is checkpointed runs again in backward.
             if is_in_backward() or threading.get_ident() != self._thread:
                 name = self._names.get(id(module), "")
                 return self._run(original, module, name, args, kwargs, False)
@@ -98,7 +81,7 @@ class Modules:
         @wraps(init)
         def noting(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
-            self._optimizers.append(weakref.ref(optimizer))
+            self._optimizers.append(optimizer)
 
         return noting
 
@@ -109,36 +92,23 @@ class Modules:
             self._meet(module)
             self.on_root(module, (args, kwargs))
         name = self._names.get(id(module), type(module).__name__)
-        self._enter(name)
+        self._stack.append(name)
         try:
             output = self._run(original, module, name, args, kwargs, True)
         finally:
             self._stack.pop()
-            self._begin()
-        if self.on_output is not None:
-            self.on_output(name, (args, kwargs), output)
+        self.on_output(name, (args, kwargs), output)
         return output
 
-    def _enter(self, name: str) -> None:
-        self._stack.append(name)
-        self._begin()
-
-    def _begin(self) -> None:
-        if self.on_output is not None:
-            number = torch._C._autograd._get_sequence_nr()
-            self._begins.append((number, self.running))
-
     def _meet(self, module: nn.Module) -> None:
-        """Note a root that is met for the first time, and the line of the first call."""
-        if id(module) not in self._names:
-            self.roots.append(module)
-            for name, part in module.named_modules():
-                name = without_wrappers(f"{name}.").rstrip(".")
-                self._names.setdefault(id(part), name or type(part).__name__)
-            self._names[id(module)] = type(module).__name__
-        has_parameters = next(module.parameters(), None) is not None
-        if self.first_call is None and torch.is_grad_enabled() and has_parameters:
-            self.first_call = current_line()
+        """Note a root that is met for the first time."""
+        if id(module) in self._names:
+            return
+        self.roots.append(module)
+        for name, part in module.named_modules():
+            name = without_wrappers(f"{name}.").rstrip(".")
+            self._names.setdefault(id(part), name or type(part).__name__)
+        self._names[id(module)] = type(module).__name__
 
 
 def without_wrappers(name: str) -> str:

@@ -1,6 +1,5 @@
 """The precisions in which a program is tried."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,27 +24,31 @@ class Precision:
     kept: tuple[str, ...] = ()
     """The names of modules that compute in float32 nevertheless."""
 
-    @property
-    def dtype_name(self) -> str:
-        """The dtype's name, as in `"bfloat16"`."""
-        return str(self.dtype or torch.float32).removeprefix("torch.")
+    def __str__(self) -> str:
+        """Return its name with the modules that stay in float32."""
+        kinds = ", ".join(map(kind_of, self.kept))
+        return f"{self.name}, with {kinds} in float32" if kinds else self.name
 
-    def keeping(self, modules: Iterable[str]) -> "Precision":
-        """Return this precision, but with some modules in float32."""
-        return replace(self, kept=(*self.kept, *modules))
+    def keeping(self, module: str) -> "Precision":
+        """Return this precision, but with one more module in float32."""
+        return replace(self, kept=(*self.kept, module))
 
     def keeps(self, module: str) -> bool:
         """Return True for modules that stay in float32, and for those that are repeated like them.
 
         With `"layers.0.norm"`, these are the norms of all layers.
         """
-        kinds = {without_numbers(name) for name in self.kept} - {"*"}
-        return module in self.kept or without_numbers(module) in kinds
+        return kind_of(module) in map(kind_of, self.kept)
+
+
+def kind_of(module: str) -> str:
+    """Return a name for all modules that are repeated like this one."""
+    kind = without_numbers(module)
+    return module if kind == "*" else kind
 
 
 FLOAT32 = Precision("float32")
 BFLOAT16 = Precision("bfloat16", torch.bfloat16)
-FLOAT16 = Precision("float16, scaled", torch.float16, is_scaled=True)
-UNSCALED = Precision("float16, not scaled", torch.float16)
+FLOAT16 = Precision("float16 with a scaler", torch.float16, is_scaled=True)
+UNSCALED = Precision("float16 without a scaler", torch.float16)
 WEIGHTS = Precision("bfloat16 weights", torch.bfloat16, has_16bit_weights=True)
-PRECISIONS = {one.name: one for one in (FLOAT32, BFLOAT16, FLOAT16, UNSCALED, WEIGHTS)}

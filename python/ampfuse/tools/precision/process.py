@@ -1,26 +1,51 @@
 """The process in which a program runs in one precision."""
 
-import json
+import inspect
 import os
 import random
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from ampfuse.patching import patch
-from ampfuse.patching.scalers import RECORDING
-from ampfuse.tools.command import program
-from ampfuse.tools.command.report import RECORDED_UPDATES
-from ampfuse.tools.precision.precisions import PRECISIONS
-from ampfuse.tools.precision.saving import checkpoints_in, saved_in_memory
+from ampfuse.tools.command.program import NoProgramError, run_module, run_script
+from ampfuse.tools.hooks import hook_saving
 from ampfuse.tools.precision.trial import Trial
 from ampfuse.tools.program_lines import file_name, is_of_program
 
 SEED = 1
+
+
+def main(folder: Path) -> None:
+    """Run the trial that is ordered in a folder, and write its outcome there."""
+    (name, *arguments), is_module, *order = torch.load(folder / "order.pt", weights_only=False)
+    patch()
+    seed()
+    save = torch.save
+
+    def finish(failure: str | None = None) -> NoReturn:
+        """Write the outcome, and end the process at once.
+
+        Nothing that the program would do at its end runs, nor do threads that it would wait for.
+        """
+        save(trial.outcome(failure), folder / "outcome.pt")
+        sys.stdout.flush()
+        os._exit(0)
+
+    with ExitStack() as exits:
+        keep_saved_files_apart(exits, folder)
+        trial = Trial(exits, finish, *order)
+        try:
+            raised = (run_module if is_module else run_script)(name, arguments)
+        except NoProgramError as error:
+            sys.exit(str(error))
+        finish(how_it_failed(raised))
 
 
 def seed() -> None:
@@ -33,39 +58,34 @@ def seed() -> None:
         numpy.random.seed(SEED)
 
 
-def main(order: dict[str, Any]) -> None:
-    """Run one trial, and write its results to files in a folder."""
-    RECORDING.history = RECORDED_UPDATES
-    patch()
-    seed()
-    folder = Path(order["folder"])
-    run = program.run_module if order["is_module"] else program.run_script
-    name, *arguments = order["words"]
+def keep_saved_files_apart(exits: ExitStack, folder: Path) -> None:
+    """Let torch and `ampfuse.checkpoint` save into a folder, and find these files there again.
 
-    def finish(failure: str | None = None) -> NoReturn:
-        """Write the result, and end the process at once.
+    Otherwise the weights of a measurement would overwrite others. Earlier files of the program are
+    found until it saves.
+    """
+    moved: dict[str, Path] = {}
 
-        Nothing that the program would do at its end runs, nor do threads that it would wait for.
-        """
-        trial.watch.is_paused = True
-        result = trial.result() | {"failure": failure}
-        torch_save([trial.samples.gradients, trial.samples.outputs], folder / "samples.pt")
-        (folder / "result.json").write_text(json.dumps(result))
-        sys.stdout.flush()
-        os._exit(0)
+    def move(function: Callable[..., Any], writes: bool = False) -> Callable[..., Any]:
+        signature = inspect.signature(function)
 
-    torch_save = torch.save
-    with ExitStack() as exits:
-        exits.enter_context(saved_in_memory())
-        exits.enter_context(checkpoints_in(folder / "checkpoints"))
-        precision = PRECISIONS[order["precision"]].keeping(order["kept"])
-        limits = order["steps"], order["backwards"], order["scale"], order["slowest"]
-        trial = Trial(exits, finish, precision, *limits)
-        try:
-            raised = run(name, arguments)
-        except program.NoProgramError as error:
-            sys.exit(str(error))
-        finish(how_it_failed(raised))
+        @wraps(function)
+        def run_there(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            name = "f" if "f" in given.arguments else "path"
+            path = given.arguments[name]
+            if isinstance(path, str | os.PathLike):
+                key = os.path.abspath(path)
+                if writes:
+                    moved.setdefault(key, folder / f"saved{len(moved)}")
+                given.arguments[name] = moved.get(key, path)
+            return function(*given.args, **given.kwargs)
+
+        return run_there
+
+    save = partial(move, writes=True)
+    reading = dict.fromkeys(("latest", "load", "verify"), move)
+    hook_saving(exits, {"save": save, "load": move}, {"save": save, **reading})
 
 
 def how_it_failed(error: BaseException | None) -> str | None:
@@ -77,9 +97,9 @@ def how_it_failed(error: BaseException | None) -> str | None:
     lines = [f" ({file_name(frame.f_code)}:{line})" for frame, line in frames]
     text = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, FileNotFoundError):
-        text += "; torch.save writes no files here, and only torch.load reads what it has written"
+        text += "; only torch.load finds here what torch.save has written"
     return f"{type(error).__name__}: {text}{lines[-1] if lines else ''}"
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(Path(sys.argv[1]))

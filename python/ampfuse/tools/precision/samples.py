@@ -41,10 +41,10 @@ class Samples:
         """Sample the gradients to which backward adds."""
         self._before = self._present()
 
-    def end_backward(self, scale: float) -> None:
-        """Sample what backward has added to gradients, which is multiplied by `scale`."""
+    def end_backward(self) -> None:
+        """Sample what backward has added to gradients."""
         added = {
-            name: ((taken - self._before.get(name, (0.0, 0.0))[0]) / scale, weight)
+            name: (taken - self._before.get(name, (0.0, 0.0))[0], weight)
             for name, (taken, weight) in self._present().items()
         }
         self.gradients.append({name: one for name, one in added.items() if bool(one[0].any())})
@@ -67,10 +67,7 @@ def first_sample(values: Any) -> Tensor | None:
 
 def sample(tensor: Tensor, most: int) -> Tensor:
     """Return at most so many elements of a tensor, at positions that depend on its size alone."""
-    values = tensor.detach()
-    if values.layout != torch.strided:
-        values = values.to_dense()
-    values = values.reshape(-1)
+    values = tensor.detach().to_dense().reshape(-1)
     # An even step would miss columns of most matrices.
     step = -(-values.numel() // most) | 1
     return values[::step].to("cpu", torch.float32, copy=True)

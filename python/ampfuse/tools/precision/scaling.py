@@ -1,10 +1,12 @@
-"""Scales the losses of a program that has no scaler of its own."""
+"""Scales the losses of a program."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 
 class Scaling:
@@ -22,15 +24,14 @@ class Scaling:
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     def begin(
-        self, losses: Tensor | Sequence[Tensor], grad_tensors: Any, params: Iterable[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the losses and the gradients with which backward has to be called."""
-        losses = [losses] if isinstance(losses, Tensor) else list(losses)
+        self, losses: list[Tensor], grad_tensors: Any, params: Iterable[Tensor]
+    ) -> list[Tensor]:
+        """Return the gradients of the losses with which backward has to be called."""
         if isinstance(grad_tensors, Tensor):
             grad_tensors = [grad_tensors]
         if accumulated := gradients_of(params):
             torch._foreach_mul_(accumulated, self.scale)
-        return losses, [
+        return [
             (torch.ones_like(loss) if one is None else one) * self.scale
             for loss, one in zip(losses, grad_tensors or [None] * len(losses), strict=True)
         ]
@@ -40,22 +41,21 @@ class Scaling:
         if present := gradients_of(params):
             torch._foreach_div_(present, self.scale)
 
-    def hide_overflow(self, params: Iterable[Tensor]) -> None:
+    def hide_overflow(self, params: list[Tensor]) -> None:
         """Remove all gradients if one is not finite, so that the optimizer skips its step."""
-        params = [param for param in params if param.grad is not None]
-        if not are_finite(gradients_of(params)):
-            self.skipped += 1
-            self.scale /= 2
-            for param in params:
-                assert param.grad is not None
+        if get_total_norm(gradients_of(params), math.inf).isfinite():
+            return
+        self.skipped += 1
+        self.scale /= 2
+        for param in params:
+            if param.grad is not None:
                 self._hidden.append((param, param.grad))
                 param.grad = None
 
     def restore(self) -> None:
         """Give back the gradients of a step that was skipped."""
         for param, gradient in self._hidden:
-            if param.grad is None:
-                param.grad = gradient
+            param.grad = gradient
         self._hidden.clear()
 
 
@@ -63,11 +63,3 @@ def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients that these parameters have; of sparse ones, their values."""
     gradients = (param.grad for param in params if param.grad is not None)
     return [one._values() if one.is_sparse else one for one in gradients]
-
-
-def are_finite(tensors: list[Tensor]) -> bool:
-    """Return True if no element of any tensor is NaN or infinite."""
-    if not tensors:
-        return True
-    largest = torch._foreach_norm(tensors, float("inf"))
-    return bool(torch.stack([one.to(largest[0].device) for one in largest]).isfinite().all())
