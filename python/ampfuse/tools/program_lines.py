@@ -68,24 +68,13 @@ class Place(NamedTuple):
 
 def place(code: CodeType, instruction: int) -> Place:
     """Return the line of an instruction, which is counted in bytes as in `frame.f_lasti`."""
-    line, call = code.co_firstlineno, ""
-    if sys.version_info >= (3, 11):
-        positions = islice(code.co_positions(), max(instruction, 0) // 2, None)
-        first, last, begin, end = next(positions, (None,) * 4)
-        line = first or line
-        if first == last and begin is not None and end is not None:
-            source = linecache.getline(code.co_filename, line).encode()
-            call = _called(source[begin:end].decode(errors="replace"))
-    else:
-        import dis
-
-        for start, number in dis.findlinestarts(code):
-            if start <= instruction:
-                line = number
+    instruction = max(instruction, 0)
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
+    line = next(lines, None) or code.co_firstlineno
     text = re.sub(r"\s{2,}#.*", "", linecache.getline(code.co_filename, line)).strip()
     if len(text) > LONGEST:
         text = text[: LONGEST - 1] + "…"
-    return Place(f"{file_name(code)}:{line}", text, call)
+    return Place(f"{file_name(code)}:{line}", text, _called(code, instruction))
 
 
 def current_line() -> Place | None:
@@ -94,13 +83,18 @@ def current_line() -> Place | None:
     return place(frame.f_code, frame.f_lasti) if frame else None
 
 
-def _called(expression: str) -> str:
-    """Return the name of the function in a text like `loss.item()`, or an empty text."""
+def _called(code: CodeType, instruction: int) -> str:
+    """Return the name of the function that is called, as `item` in `loss.item()`, if known."""
+    if sys.version_info < (3, 11):
+        return ""
+    positions = islice(code.co_positions(), instruction // 2, None)
+    first, last, begin, end = next(positions, (None,) * 4)
+    if first is None or first != last:
+        return ""
+    expression = linecache.getline(code.co_filename, first).encode()[begin:end]
     try:
-        parsed = ast.parse(expression, mode="eval").body
+        parsed = ast.parse(expression.decode(errors="replace"), mode="eval").body
     except SyntaxError:
         return ""
-    if not isinstance(parsed, ast.Call):
-        return ""
-    function = parsed.func
+    function = getattr(parsed, "func", None)
     return getattr(function, "attr", getattr(function, "id", ""))

@@ -9,6 +9,7 @@ import torch
 from ampfuse.patching import patched
 from ampfuse.tools.precision.forcing import Forcing
 from ampfuse.tools.precision.modules import Modules, without_wrappers
+from ampfuse.tools.precision.outcome import Outcome
 from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32, WEIGHTS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -18,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 def forced(precision):
     """Force a precision on the code of a block."""
     with ExitStack() as exits:
-        forcing = Forcing(exits, precision)
-        yield SimpleNamespace(forcing=forcing, modules=Modules(exits, forcing.run))
+        outcome = Outcome(precision)
+        forcing = Forcing(exits, outcome)
+        yield SimpleNamespace(forcing=forcing, outcome=outcome, modules=Modules(exits, forcing.run))
 
 
 class Seen(nn.Module):
@@ -73,8 +75,8 @@ def test_autocast_of_the_program_gets_the_dtype_and_keeps_its_extent(x, precisio
             output = model(x)
         assert (x @ x.t()).dtype == torch.float32
     assert output.dtype == (precision.dtype or torch.float32)
-    assert made.forcing.dtype == torch.bfloat16
-    assert made.forcing.places["autocast"].startswith("test_forcing.py:")
+    assert made.outcome.own_dtype == "torch.bfloat16"
+    assert made.outcome.places["autocast"].startswith("test_forcing.py:")
 
 
 def test_autocast_inside_of_a_module_keeps_its_extent_after_it(x):
@@ -100,7 +102,7 @@ def test_part_that_disables_autocast_stays_in_float32(x):
         model(x)
     assert model[0].dtypes == [torch.bfloat16]
     assert model[1].dtypes == [torch.float32]
-    assert "autocast" not in made.forcing.places  # the program does not use it
+    assert "autocast" not in made.outcome.places  # the program does not use it
 
 
 def test_checkpointed_part_is_not_taken_for_autocast_of_the_program(x):
@@ -115,7 +117,7 @@ def test_checkpointed_part_is_not_taken_for_autocast_of_the_program(x):
         loss.backward()
         assert (x @ x.t()).dtype == torch.float32
     assert model[0].dtypes == [torch.bfloat16] * 2  # in forward, and again in backward
-    assert "autocast" not in made.forcing.places
+    assert "autocast" not in made.outcome.places
 
 
 def test_module_that_is_kept_computes_in_float32_with_its_repetitions(x):
@@ -134,7 +136,7 @@ def test_scaler_of_the_program_is_disabled_and_its_line_noted():
             scaler = torch.amp.GradScaler("cpu", **given)
         assert not scaler.is_enabled()
         # A scaler that the program disables itself needs no change.
-        assert ("scaler" in made.forcing.places) == (given == {})
+        assert ("scaler" in made.outcome.places) == (given == {})
 
 
 def test_adam_gets_16_bit_weights_with_masters(x):
@@ -175,7 +177,7 @@ def test_autocast_for_a_device_that_is_not_there_is_none_of_the_programs(x):
     warned = pytest.warns(UserWarning, match="CUDA is not available")
     with forced(BFLOAT16) as made, warned, torch.autocast("cuda"):
         model(x)
-    assert "autocast" not in made.forcing.places
+    assert "autocast" not in made.outcome.places
     assert model.dtypes == [torch.bfloat16]
 
 

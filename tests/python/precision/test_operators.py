@@ -6,6 +6,8 @@ import pytest
 import torch
 from ampfuse.tools.precision.modules import Modules
 from ampfuse.tools.precision.operators import OperatorWatch
+from ampfuse.tools.precision.outcome import Outcome
+from ampfuse.tools.precision.precisions import FLOAT32
 from ampfuse.tools.precision.samples import sample
 from torch import nn
 
@@ -18,7 +20,7 @@ def run_plainly(original, module, name, args, kwargs, may_begin):
 def watch():
     with ExitStack() as exits:
         modules = Modules(exits, run_plainly)
-        made = OperatorWatch(modules)
+        made = OperatorWatch(modules, Outcome(FLOAT32))
         made.is_paused = False
         with made:
             yield made
@@ -32,10 +34,10 @@ def test_sample_has_at_most_the_elements_that_are_wanted(count):
 def test_largest_gradient_is_found_in_backward_alone(watch):
     x = torch.ones(8, dtype=torch.bfloat16, requires_grad=True)
     loss = (x * -32.0).sum() / 8
-    assert watch.found.largest_in_backward == 0.0
+    assert watch.outcome.largest_in_backward == 0.0
     loss.backward()
-    assert watch.found.largest == 256.0
-    assert watch.found.largest_in_backward == 4.0
+    assert watch.outcome.largest == 256.0
+    assert watch.outcome.largest_in_backward == 4.0
 
 
 def test_first_operator_that_overflows_is_named_with_its_module_and_line(watch):
@@ -45,7 +47,7 @@ def test_first_operator_that_overflows_is_named_with_its_module_and_line(watch):
 
     model = nn.Sequential(nn.Identity(), Square())
     model(torch.full((4,), 300.0, dtype=torch.float16))
-    (found,) = watch.found.overflows
+    (found,) = watch.outcome.overflows
     assert (found.module, found.operator) == ("1", "mul")
     assert found.where.startswith("test_operators.py:")
 
@@ -54,15 +56,15 @@ def test_overflow_in_backward_is_left_to_the_scaler(watch):
     x = torch.full((2,), 0.01, dtype=torch.float16, requires_grad=True)
     (x * 300.0).backward(torch.full((2,), 300.0, dtype=torch.float16))
     assert x.grad.isinf().all()
-    assert watch.found.overflows == []
+    assert watch.outcome.overflows == []
 
 
 def test_largest_value_in_16_bits_is_found(watch):
     model = nn.Sequential(nn.Identity(), nn.ReLU())
     model(torch.tensor([1.0, 999.0]))  # float32 is not asked for
     model(torch.tensor([1.0, 500.0], dtype=torch.bfloat16))
-    assert watch.found.largest == 500.0
-    assert watch.found.largest_in == "1"
+    assert watch.outcome.largest == 500.0
+    assert watch.outcome.largest_in == "1"
 
 
 RANDOM = {
@@ -102,5 +104,5 @@ def test_watch_changes_no_results_and_counts_nothing_while_paused(watch):
             loss = model(x).float().square().sum()
         loss.backward()
         results.append([loss.detach(), *(param.grad for param in model.parameters())])
-        assert bool(watch.found.largest) != is_paused
+        assert bool(watch.outcome.largest) != is_paused
     assert all(map(torch.equal, *results))

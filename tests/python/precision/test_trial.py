@@ -185,8 +185,8 @@ def test_slow_run_ends_early(program):
 def test_only_adam_has_16_bit_weights(outcomes, program):
     assert Deviation(outcomes[0], outcomes[3]).gradient < 0.05
     assert outcomes[3].dtypes == ["torch.bfloat16", "torch.float32"]
-    assert outcomes[0].optimizer == "AdamW"
-    assert run(program(optimizer="SGD"), FLOAT32).optimizer == ""
+    assert "optimizer" in outcomes[0].places
+    assert "optimizer" not in run(program(optimizer="SGD"), FLOAT32).places
 
 
 def test_program_finds_what_it_has_saved_and_its_own_files_stay(program, programs):
@@ -220,7 +220,7 @@ class NeverAccurate:
 
     def __init__(self, gradients):
         self.gradients = gradients  # deviations, by the number of modules in float32
-        self.in_vain, self.deviations = [], {}
+        self.deviations = {}
         self.add(BFLOAT16)
 
     def trouble(self, precision):
@@ -231,9 +231,6 @@ class NeverAccurate:
 
     def add(self, precision):
         self.deviations[precision] = SimpleNamespace(gradient=self.gradients[len(precision.kept)])
-
-    def drop(self, precision):
-        del self.deviations[precision]
 
 
 def test_search_for_modules_ends_when_one_more_helps_little():
@@ -247,7 +244,6 @@ def test_search_for_modules_ends_when_one_more_helps_little():
     keep_modules(judge, BFLOAT16, attempt)
 
     assert tried == [1, 2]
-    assert judge.in_vain == ["layera", "layerb"]
 
 
 def loop(setup, params, output):
@@ -304,9 +300,9 @@ def test_programs_that_cannot_be_advised_are_refused(program, text, message):
 def test_command_lines_that_make_no_sense_are_refused(programs):
     for arguments, message in (
         (["--steps", "3", "x.py"], "--steps: expected 10 to 200, got 3"),
-        (["-"], "advise: expected a script in a file, which can run again"),
+        (["-"], "advise: expected a file, which can run again, got -"),
         (["--json", "no/a.json", "x.py"], "--json: there is no folder no"),
-        (["missing.py"], "advise: there is no file missing.py"),
+        (["missing.py"], "got missing.py"),
     ):
         done = programs.ours("advise", *arguments)
         assert done.returncode == 2, arguments

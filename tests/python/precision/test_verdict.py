@@ -5,10 +5,14 @@ import math
 import pytest
 import torch
 from ampfuse._texts import percent
-from ampfuse.tools.precision.deviation import Deviation, distance, noise, relative_difference
+from ampfuse.tools.precision.deviation import (
+    Deviation,
+    distance,
+    measure_noise,
+    relative_difference,
+)
 from ampfuse.tools.precision.judge import Judge, largest_scale
-from ampfuse.tools.precision.operators import Operators, Overflow
-from ampfuse.tools.precision.outcome import Outcome
+from ampfuse.tools.precision.outcome import Outcome, Overflow
 from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED, WEIGHTS
 from ampfuse.tools.precision.verdict import lines_to_change, verdict
 
@@ -28,7 +32,6 @@ def outcome(precision, milliseconds=10.0, error=0.0, peak=1000 * MIB, failure=No
         "inputs": 1.0,
         "weights": 2.0,
         "gpu": "GPU",
-        "optimizer": "Adam",
         "roots": ["Model"],
         "places": PLACES,
         "gradients": gradients,
@@ -122,13 +125,13 @@ def test_scaler_is_not_left_out_because_first_gradients_are_large():
 def test_overflow_that_float32_has_too_is_no_reason():
     mask = Overflow("a", "masked_fill", "")
     real = Overflow("layers.1.b", "mul", "train.py:3")
-    found = Operators([mask, real])
-    judge = judged(outcome(FLOAT16, error=1.0, operators=found), operators=Operators([mask]))
+    found = {"error": 1.0, "overflows": [mask, real]}
+    judge = judged(outcome(FLOAT16, **found), overflows=[mask])
     assert judge.culprit(FLOAT16) == real
     assert judge.trouble(FLOAT16).startswith("`mul` of `layers.1.b` (train.py:3) is the first")
     assert judge.suspect(FLOAT16) == "layers.1.b"
     kept = FLOAT16.keeping("layers.0.b")
-    judge.add(outcome(kept, operators=found))
+    judge.add(outcome(kept, **found))
     assert judge.suspect(kept) is None  # it is kept, too
 
 
@@ -182,9 +185,9 @@ def test_first_module_whose_output_is_far_is_found():
 def test_noise_compares_gradients_of_the_same_parameters():
     one = outcome(FLOAT32)
     one.gradients.append({"other": (torch.ones(3), 1.0)})  # of another model
-    assert noise(one) == pytest.approx(math.sqrt(2))
+    assert measure_noise(one) == pytest.approx(math.sqrt(2))
     del one.gradients[1:]
-    assert noise(one) == 0.0  # unknown
+    assert measure_noise(one) == 0.0  # unknown
 
 
 def test_times_of_the_faster_run_count():
@@ -250,7 +253,7 @@ def test_lines_of_a_program_without_autocast():
         WEIGHTS,
         [call, '"cuda", dtype=torch.bfloat16'],
         [call, "for param in ", "param.data.bfloat16()"],
-        ["`ampfuse.Adam`", "float32 masters"],
+        ["ampfuse", "float32 masters"],
         ["evaluated", "autocast"],
     )
     assert_lines(FLOAT32)

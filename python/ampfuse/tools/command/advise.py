@@ -63,8 +63,6 @@ def parse(arguments: Sequence[str]) -> tuple[Program, Namespace]:
     check_files(given.json, given.plot)
     if not LEAST_STEPS <= given.steps <= MOST_STEPS:
         refuse(f"--steps: expected {LEAST_STEPS} to {MOST_STEPS}, got {given.steps}")
-    if words[0] == "-" and not is_module:
-        refuse("advise: expected a script in a file, which can run again")
     if not is_module and not Path(words[0]).is_file():
-        refuse(f"advise: there is no file {words[0]}")
+        refuse(f"advise: expected a file, which can run again, got {words[0]}")
     return Program(words, is_module, given.steps), given

@@ -62,7 +62,7 @@ def advise(program: Program, say: Callable[[str], None]) -> Verdict:
     attempt(BFLOAT16)
     attempt(FLOAT16)
     attempt(UNSCALED, ANALYSED)
-    if base.optimizer:  # of those that have 16-bit weights
+    if "optimizer" in base.places:
         attempt(WEIGHTS)
     for precision in (BFLOAT16, FLOAT16):
         if judge.best() is None:
@@ -123,17 +123,11 @@ def refuse_unless_usable(base: Outcome) -> None:
 
 def keep_modules(judge: Judge, precision: Precision, attempt: Callable[[Precision], None]) -> None:
     """Look for modules that have to stay in float32."""
-    while judge.trouble(precision):
-        module = judge.suspect(precision)
-        if module is None or len(precision.kept) == MOST_KEPT:
+    while judge.trouble(precision) and len(precision.kept) < MOST_KEPT:
+        module, before = judge.suspect(precision), judge.deviations[precision]
+        if module is None:
             break
-        before, limit = precision, MUCH_BETTER * judge.deviations[precision].gradient
-        precision = before.keeping(module)
+        precision = precision.keeping(module)
         attempt(precision)
-        if before.kept:
-            judge.drop(before)
-        if not judge.deviations[precision].gradient <= limit:
+        if not judge.deviations[precision].gradient < MUCH_BETTER * before.gradient:
             break
-    if precision.kept and judge.trouble(precision):
-        judge.drop(precision)
-        judge.in_vain += precision.kept

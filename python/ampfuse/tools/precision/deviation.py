@@ -25,13 +25,14 @@ class Deviation:
         losses = list(zip(base.losses, other.losses, strict=False))[: len(pairs)]
         relative = [relative_difference(*pair, spread) for pair in losses]
         self.loss = median(relative) if relative else math.inf
-        self.modules = by_module(pairs)
+        self.modules = compare_modules(pairs)
         """The deviation of gradients by module, the largest first."""
-        self.first_module = first_far_module(base, other)
+        self.first_module = find_far_module(base, other)
         """The first module whose output is far from that in float32, or an empty text."""
         # 16-bit weights are rounded, so their sum differs.
         has_weights = other.precision.has_16bit_weights or are_alike(base.weights, other.weights)
-        self.is_comparable = has_weights and are_alike(base.inputs, other.inputs)
+        is_same = has_weights and are_alike(base.inputs, other.inputs)
+        self.is_comparable = is_same or other.failure is not None
         """False if the runs had other weights or batches."""
 
 
@@ -46,35 +47,32 @@ def are_alike(a: float | None, b: float | None) -> bool:
     return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)
 
 
+def sum_squares(first: Gradients, second: Gradients) -> dict[str, tuple[float, float]]:
+    """Return for each parameter the squared norms of the gradients' difference and of the first."""
+    found = {}
+    for name, (taken, weight) in first.items():
+        other = second[name][0] if name in second else 0.0  # zero gradients are left out
+        difference, norm = (float(x.double().square().sum()) for x in (taken - other, taken))
+        found[name] = weight * difference, weight * norm
+    return found
+
+
 def distance(first: Gradients, second: Gradients) -> float:
     """Return the norm of the difference of two gradients, relative to the first one's norm."""
-    squares = sum(square_of_difference(first, second, name) for name in first)
-    whole = sum(square(*gradient) for gradient in first.values())
-    return math.sqrt(squares / whole) if whole and not math.isnan(squares) else math.inf
+    squares = sum_squares(first, second).values()
+    difference, norm = (sum(one[i] for one in squares) for i in (0, 1))
+    return math.sqrt(difference / norm) if norm and not math.isnan(difference) else math.inf
 
 
-def square(taken: Tensor, weight: float) -> float:
-    """Return the estimated square of the norm of a sampled gradient."""
-    return float(taken.double().square().sum()) * weight
-
-
-def square_of_difference(first: Gradients, second: Gradients, name: str) -> float:
-    """Return the estimated square of the norm of the difference for one parameter."""
-    taken, weight = first[name]
-    if name not in second:  # its gradient is zero
-        return square(taken, weight)
-    return square(taken - second[name][0], weight)
-
-
-def by_module(pairs: list[tuple[Gradients, Gradients]]) -> dict[str, float]:
+def compare_modules(pairs: list[tuple[Gradients, Gradients]]) -> dict[str, float]:
     """Return the deviations of modules that have more than a small part of the gradient."""
     differences: dict[str, float] = defaultdict(float)
     norms: dict[str, float] = defaultdict(float)
-    for first, second in pairs:
-        for name in first:
+    for pair in pairs:
+        for name, (difference, norm) in sum_squares(*pair).items():
             module = name.rpartition(".")[0] or name
-            differences[module] += square_of_difference(first, second, name)
-            norms[module] += square(*first[name])
+            differences[module] += difference
+            norms[module] += norm
     least = MAIN_PART**2 * sum(norms.values())
     found = {
         module: math.sqrt(differences[module] / norm)
@@ -84,7 +82,7 @@ def by_module(pairs: list[tuple[Gradients, Gradients]]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def first_far_module(base: Outcome, other: Outcome) -> str:
+def find_far_module(base: Outcome, other: Outcome) -> str:
     """Return the first module that makes a far output of an input that is not far."""
     for name, (expected_input, expected) in base.outputs.items():
         if name not in other.outputs:
@@ -102,7 +100,7 @@ def is_far(expected: Tensor | None, got: Tensor | None) -> bool:
     return not float((got - expected).norm()) <= FAR * float(expected.norm())
 
 
-def noise(outcome: Outcome) -> float:
+def measure_noise(outcome: Outcome) -> float:
     """Return how far the gradients of two batches are from each other; 0 if that is unknown."""
     found = [
         distance(first, second)

@@ -14,7 +14,7 @@ from ampfuse.amp import GradScaler
 from ampfuse.patching import optimizers
 from ampfuse.tools.hooks import replace
 from ampfuse.tools.memory.as_on_gpu import in_float32
-from ampfuse.tools.precision.precisions import Precision
+from ampfuse.tools.precision.outcome import Outcome
 from ampfuse.tools.program_lines import current_line
 
 
@@ -26,15 +26,10 @@ class Forcing:
     would write. Scalers of the program are disabled, since each trial scales losses itself.
     """
 
-    def __init__(self, exits: ExitStack, precision: Precision) -> None:
-        self.places: dict[str, str] = {}
-        """The first lines of the program that enable autocast, make a scaler and so on."""
-        self.dtype: torch.dtype | None = None
-        """The dtype that the program gives to autocast."""
-        self.optimizer = ""
-        """The name of the first optimizer that may have 16-bit weights."""
-        self._precision = precision
-        self._keeps = cache(precision.keeps)  # asked at each call of a module
+    def __init__(self, exits: ExitStack, outcome: Outcome) -> None:
+        self._outcome = outcome  # which gets lines of the program and its own dtype
+        self._precision = outcome.precision
+        self._keeps = cache(self._precision.keeps)  # asked at each call of a module
         self._own = ExitStack()
         self._is_on = False
         self._init: Any = torch.autocast.__init__
@@ -68,18 +63,14 @@ class Forcing:
         self._own.enter_context(context)
         self._is_on = True
         output = call(module, *args, **kwargs)
-        if "autocast" in self.places:  # the module enables autocast itself
+        if "autocast" in self._outcome.places:  # the module enables autocast itself
             self.end()
         return output
 
     def _should_begin(self, module: nn.Module) -> bool:
         """Return True if autocast begins with this module: not where the program does so itself."""
-        if self._is_on or next(module.parameters(), None) is None:
-            return False
-        # Evaluation without autocast would fail with 16-bit weights.
-        has_16bit_weights = self._precision.has_16bit_weights
-        is_evaluation = has_16bit_weights and not torch.is_autocast_enabled(device_of(module))
-        return "autocast" not in self.places or is_evaluation
+        is_used = self._is_on or "autocast" in self._outcome.places
+        return not is_used and next(module.parameters(), None) is not None
 
     def end(self) -> None:
         """End autocast before backward, and before an optimizer changes the weights."""
@@ -94,8 +85,8 @@ class Forcing:
 
     def note(self, name: str) -> None:
         """Note under this name which line of the program runs, if it is the first."""
-        if name not in self.places:
-            self.places[name] = str(current_line() or "the program")
+        if name not in self._outcome.places:
+            self._outcome.places[name] = str(current_line() or "the program")
 
     def _changed(self, init: Callable[..., None]) -> Callable[..., None]:
         @wraps(init)
@@ -109,9 +100,9 @@ class Forcing:
             init(context, device_type, dtype, enabled, cache_enabled)
             # Autocast of a device that is not there is not enabled. In backward, torch's checkpoint
             # makes contexts.
-            if context._enabled and not is_in_backward() and "autocast" not in self.places:
+            if context._enabled and not is_in_backward() and "autocast" not in self._outcome.places:
                 self.note("autocast")
-                self.dtype = dtype or torch.get_autocast_dtype(device_type)
+                self._outcome.own_dtype = str(dtype or torch.get_autocast_dtype(device_type))
             enabled = enabled and self._precision.dtype is not None
             dtype = self._precision.dtype if enabled else dtype
             init(context, device_type, dtype, enabled, cache_enabled)
@@ -127,7 +118,6 @@ class Forcing:
         @wraps(init)
         def changed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
-            self.optimizer = self.optimizer or type(optimizer).__name__
             self.note("optimizer")
             if not self._precision.has_16bit_weights:
                 return

@@ -4,9 +4,8 @@ import math
 from statistics import median
 
 from ampfuse._texts import percent
-from ampfuse.tools.precision.deviation import Deviation, noise
-from ampfuse.tools.precision.operators import Overflow
-from ampfuse.tools.precision.outcome import Outcome
+from ampfuse.tools.precision.deviation import Deviation, measure_noise
+from ampfuse.tools.precision.outcome import Outcome, Overflow
 from ampfuse.tools.precision.precisions import BFLOAT16, FIRST_SCALE, UNSCALED, Precision
 
 # The limit of a gradient's deviation is 30 % of the distance between the gradients of two batches,
@@ -15,7 +14,7 @@ PART_OF_NOISE = 0.3
 LEAST, MOST = 0.05, 0.3
 MOST_OF_LOSS = 0.05
 MOST_OF_MODULE = 0.3  # of the gradient of one module
-WORSE = 0.25  # of the last losses in float32, beside what these differ by
+WORSE = 0.25  # of the last losses in float32
 FASTER = 0.9  # of the time in float32
 NOT_SLOWER = 1.05
 CONTENDS = 2.0  # times the least time
@@ -29,12 +28,10 @@ class Judge:
 
     def __init__(self, base: Outcome) -> None:
         self.base = base
-        self.noise = noise(base)
+        self.noise = measure_noise(base)
         self.limit = min(MOST, max(LEAST, PART_OF_NOISE * self.noise))
         self.outcomes: dict[Precision, Outcome] = {}
         self.deviations: dict[Precision, Deviation] = {}
-        self.in_vain: list[str] = []
-        """The modules that float32 did not fix."""
         self.spread = 0.0
         """The largest difference of times between two runs, relative to the shorter one."""
 
@@ -42,25 +39,12 @@ class Judge:
     def scale(self) -> float:
         """The largest scale up to 65536 by which no gradient overflows in float16."""
         known = self.outcomes.get(BFLOAT16)
-        return FIRST_SCALE if known is None else largest_scale(known.operators.largest_in_backward)
-
-    @property
-    def is_comparable(self) -> bool:
-        """True if all runs had the same weights and batches at first."""
-        return all(
-            self.deviations[one].is_comparable
-            for one, outcome in self.outcomes.items()
-            if not outcome.failure
-        )
+        return FIRST_SCALE if known is None else largest_scale(known.largest_in_backward)
 
     def add(self, outcome: Outcome) -> None:
         """Add an outcome in another precision."""
         self.outcomes[outcome.precision] = outcome
         self.deviations[outcome.precision] = Deviation(self.base, outcome)
-
-    def drop(self, precision: Precision) -> None:
-        """Remove an outcome."""
-        del self.outcomes[precision], self.deviations[precision]
 
     def run_again(self, outcome: Outcome) -> None:
         """Add a second outcome in a precision. The faster one counts for times.
@@ -89,7 +73,7 @@ class Judge:
             found = f"{text}, but those of `{next(iter(deviation.modules))}` by {percent(worst)}"
         elif deviation.loss > MOST_OF_LOSS:
             found = f"{text}, and the loss by {percent(deviation.loss)}"
-        elif losses := worse_losses(self.base.losses, outcome.losses):
+        elif losses := find_worse_losses(self.base.losses, outcome.losses):
             found = f"last losses are about {losses[0]:.3g} in place of {losses[1]:.3g}"
         else:
             return ""
@@ -141,8 +125,8 @@ class Judge:
 
     def culprit(self, precision: Precision) -> Overflow | None:
         """Return the first operator of forward that made an infinity or NaN, unlike in float32."""
-        expected = {found[:2] for found in self.base.operators.overflows}
-        for found in self.outcomes[precision].operators.overflows:
+        expected = {found[:2] for found in self.base.overflows}
+        for found in self.outcomes[precision].overflows:
             if found[:2] not in expected:
                 return found
         return None
@@ -159,18 +143,18 @@ class Judge:
         return next(able, None)
 
 
-def worse_losses(base: list[float], other: list[float]) -> tuple[float, float] | None:
+def find_worse_losses(base: list[float], other: list[float]) -> tuple[float, float] | None:
     """Return about the last losses of a run and in float32 if the first are much higher, or None.
 
-    A run that has ended early is not compared.
+    Batches are the same, so losses are compared one by one. A run that ended early is not compared.
     """
     count = len(base) // 4
     if len(other) != len(base) or not count:
         return None
-    last = base[-count:]
-    got, expected = median(other[-count:]), median(last)
-    is_worse = got - expected > WORSE * abs(expected) + max(last) - min(last)
-    return (got, expected) if is_worse else None
+    got, expected = other[-count:], base[-count:]
+    worse = median(a - b for a, b in zip(got, expected, strict=True))
+    is_worse = worse > WORSE * median(map(abs, expected))
+    return (median(got), median(expected)) if is_worse else None
 
 
 def saves_memory(outcome: Outcome, other: Outcome) -> bool:

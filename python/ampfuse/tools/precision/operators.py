@@ -1,8 +1,7 @@
 """Examines the values that the operators of a few steps compute."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,30 +12,8 @@ from ampfuse._dtypes import DTYPES_16_BIT
 from ampfuse._graphs import is_capturing, is_in_backward
 from ampfuse._nested import have_own_operators, stored_tensors_in
 from ampfuse.tools.precision.modules import Modules
+from ampfuse.tools.precision.outcome import Outcome, Overflow, is_finite
 from ampfuse.tools.program_lines import current_line
-
-
-class Overflow(NamedTuple):
-    """An operator that made a NaN or an infinity of finite values in forward."""
-
-    module: str
-    operator: str
-    where: str
-    """File and line, as in `"train.py:12"`."""
-
-
-@dataclass
-class Operators:
-    """The values that operators have computed."""
-
-    overflows: list[Overflow] = field(default_factory=list)
-    """Each operator of a module once, in their order."""
-    largest: float = 0.0
-    """The largest finite value of an operator that computes in 16 bits, in forward."""
-    largest_in: str = ""
-    """The module that computed it."""
-    largest_in_backward: float = 0.0
-    """The same in backward, where activations have gradients, too."""
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -47,12 +24,12 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, modules: Modules) -> None:
+    def __init__(self, modules: Modules, outcome: Outcome) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = Operators()
         self.is_paused = True
         """True outside of forward and backward, whose operators are not examined."""
         self._modules = modules
+        self.outcome = outcome
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -81,15 +58,15 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name != "_to_copy" and any(one.dtype in DTYPES_16_BIT for one in given):
                 self._note_largest([end for end in ends if end.dtype in DTYPES_16_BIT])
             return
-        if is_in_backward() or any(not is_finite(one) for one in filter(is_examined, given)):
+        if is_in_backward() or not all(map(is_finite, filter(is_examined, given))):
             return
         key = self._modules.running, name
-        if all(key != (one.module, one.operator) for one in self.found.overflows):
+        if all(key != (one.module, one.operator) for one in self.outcome.overflows):
             line = current_line()
-            self.found.overflows.append(Overflow(*key, line.where if line else ""))
+            self.outcome.overflows.append(Overflow(*key, line.where if line else ""))
 
     def _note_largest(self, ends: list[Tensor]) -> None:
-        found = self.found
+        found = self.outcome
         largest = max((abs(float(end)) for end in ends), default=0.0)
         if is_in_backward():
             found.largest_in_backward = max(found.largest_in_backward, largest)
@@ -100,11 +77,6 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def is_examined(tensor: Tensor) -> bool:
     """Return True for floating-point tensors, but not for float8, which few operators take."""
     return tensor.is_floating_point() and tensor.itemsize > 1
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return True if no element is NaN or infinite."""
-    return bool(tensor.isfinite().all())
 
 
 def drawn_alike(

@@ -4,10 +4,21 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
+from typing import NamedTuple
 
-from ampfuse.tools.precision.operators import Operators, is_finite
+from torch import Tensor
+
 from ampfuse.tools.precision.precisions import Precision
 from ampfuse.tools.precision.samples import Gradients, Outputs
+
+
+class Overflow(NamedTuple):
+    """An operator that made a NaN or an infinity of finite values in forward."""
+
+    module: str
+    operator: str
+    where: str
+    """File and line, as in `"train.py:12"`."""
 
 
 @dataclass
@@ -31,19 +42,24 @@ class Outcome:
     weights: float | None = None
     """The sum of the first module's weights."""
     gpu: str | None = None
-    operators: Operators = field(default_factory=Operators)
+    overflows: list[Overflow] = field(default_factory=list)
+    """In their order, each operator of a module once."""
+    largest: float = 0.0
+    """The largest finite value of an operator that computes in 16 bits, in forward."""
+    largest_in: str = ""
+    """The module that computed it."""
+    largest_in_backward: float = 0.0
+    """The same in backward, where activations have gradients, too."""
     own_dtype: str = ""
     """The dtype that the program gives to autocast, if it uses autocast."""
     dtypes: list[str] = field(default_factory=list)
     """Of the program's parameters."""
     is_compiled: bool = False
-    optimizer: str = ""
-    """The name of the first optimizer that may have 16-bit weights."""
     roots: list[str] = field(default_factory=list)
     """The classes of the outermost modules."""
     places: dict[str, str] = field(default_factory=dict)
     """The first lines that call the `model`, `backward` and `step`, enable `autocast`, and make a
-    `scaler` and an `optimizer`."""
+    `scaler` and an `optimizer` that may have 16-bit weights."""
     gradients: list[Gradients] = field(default_factory=list)
     outputs: Outputs = field(default_factory=dict)
 
@@ -57,3 +73,8 @@ class Outcome:
         """True if all losses and gradients are finite."""
         gradients = (taken for one in self.gradients for taken, _ in one.values())
         return all(map(math.isfinite, self.losses)) and all(map(is_finite, gradients))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return True if no element is NaN or infinite."""
+    return bool(tensor.isfinite().all())

@@ -1,6 +1,5 @@
 """Shows a verdict: as text, as numbers for JSON, and as a picture."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 
 from ampfuse._texts import percent, size_text
 from ampfuse.tools.precision.outcome import Outcome
-from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT32, UNSCALED
+from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT32
 from ampfuse.tools.precision.verdict import Verdict
 
 MODULES_SHOWN = 5
@@ -48,7 +47,7 @@ def row(advice: Verdict, outcome: Outcome) -> tuple[str, ...]:
         return str(precision), "fails", "", "", "", "", ""
     deviation = judge.deviations.get(precision)
     time = "" if outcome.milliseconds is None else f"{outcome.milliseconds:,.1f} ms"
-    memory = size_text(outcome.peak) if outcome.peak and precision != UNSCALED else ""
+    memory = size_text(outcome.peak) if outcome.peak else ""
     gradient = percent(deviation.gradient) if deviation else ""
     loss = percent(deviation.loss) if deviation else ""
     skipped = str(outcome.skipped) if precision.is_scaled else ""
@@ -62,13 +61,13 @@ def details(advice: Verdict) -> list[tuple[str, str]]:
     judge = advice.judge
     if BFLOAT16 not in judge.outcomes or judge.outcomes[BFLOAT16].failure:
         return []
-    operators = judge.outcomes[BFLOAT16].operators
+    outcome = judge.outcomes[BFLOAT16]
     modules = list(judge.deviations[BFLOAT16].modules.items())[:MODULES_SHOWN]
     rows = [
         ("largest scale", f"{judge.scale:,.6g}, by which no gradient overflows in float16"),
         (
             "largest value",
-            f"{operators.largest:,.4g}, computed in {operators.largest_in or 'the loss'}; "
+            f"{outcome.largest:,.4g}, computed in {outcome.largest_in or 'the loss'}; "
             "float16 has numbers up to 65,504",
         ),
         ("gradients off", ", ".join(f"{name} {percent(size)}" for name, size in modules)),
@@ -84,14 +83,13 @@ def as_dict(advice: Verdict) -> dict[str, Any]:
     judge = advice.judge
     outcomes = []
     for outcome in (judge.base, *judge.outcomes.values()):
-        found = {one.name: getattr(outcome, one.name) for one in fields(outcome)}
+        deviation = judge.deviations.get(outcome.precision)
+        found = vars(outcome) | {
+            "precision": outcome.precision.name,
+            "kept": list(outcome.precision.kept),
+            "deviation": vars(deviation) if deviation else {},
+        }
         del found["gradients"], found["outputs"]
-        found |= {"precision": outcome.precision.name, "kept": list(outcome.precision.kept)}
-        found["operators"] = vars(outcome.operators)
-        if deviation := judge.deviations.get(outcome.precision):
-            found["gradient_deviation"] = deviation.gradient
-            found["loss_deviation"] = deviation.loss
-            found["modules"] = deviation.modules
         outcomes.append(found)
     return {
         "precision": advice.precision.name,
@@ -116,9 +114,8 @@ def plot(advice: Verdict, path: Path) -> None:
     base = judge.base.losses
     axes.plot(range(1, len(base) + 1), base, color="black", linewidth=4, label="float32")
     for precision, outcome in judge.outcomes.items():
-        if precision != UNSCALED and len(outcome.losses) > 1:
-            backwards = range(1, len(outcome.losses) + 1)
-            axes.plot(backwards, outcome.losses, label=str(precision))
+        backwards = range(1, len(outcome.losses) + 1)
+        axes.plot(backwards, outcome.losses, label=str(precision))
     axes.set(ylabel="loss", xlabel="backward pass")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=8, loc="upper right")

@@ -23,7 +23,7 @@ from ampfuse.tools.precision.modules import Modules
 from ampfuse.tools.precision.operators import OperatorWatch
 from ampfuse.tools.precision.outcome import Outcome
 from ampfuse.tools.precision.precisions import ANALYSED, Precision
-from ampfuse.tools.precision.samples import Samples
+from ampfuse.tools.precision.samples import sample_first, sample_gradients, subtract
 from ampfuse.tools.precision.scaling import Scaling
 
 WARMING_UP = 2  # steps after those that are analysed
@@ -62,12 +62,11 @@ class Trial:
         self._is_calling = False  # True while torch's backward runs
         self._thread = threading.get_ident()
         self._scaling = Scaling(scale) if precision.is_scaled else None
-        self._forcing = Forcing(exits, precision)
+        self._forcing = Forcing(exits, self._outcome)
         self._modules = Modules(exits, self._forcing.run)
         self._modules.on_root = self._begin_root
-        self._samples = Samples(self._modules)
-        self._modules.on_output = self._samples.take_output
-        self._watch = OperatorWatch(self._modules)
+        self._modules.on_output = self._sample_output
+        self._watch = OperatorWatch(self._modules, self._outcome)
         self._analysis = ExitStack()
         self._analysis.enter_context(torch.compiler.set_stance("force_eager"))
         self._analysis.enter_context(self._watch)
@@ -84,18 +83,13 @@ class Trial:
         found = self._outcome
         found.failure = failure
         found.losses = [float(loss) for loss in self._losses]
-        found.gradients, found.outputs = self._samples.gradients, self._samples.outputs
-        found.operators = self._watch.found
         found.skipped = self._scaling.skipped if self._scaling else 0
         if uses_gpu():
-            found.peak = torch.cuda.max_memory_allocated()
             found.gpu = torch.cuda.get_device_name()
-        found.own_dtype = str(self._forcing.dtype or "")
+            found.peak = torch.cuda.max_memory_allocated() if found.seconds else None
         found.dtypes = sorted({str(one.dtype) for one in self._modules.parameters().values()})
         found.is_compiled = compiled_graphs() > 0
-        found.optimizer = self._forcing.optimizer
         found.roots = [type(root).__name__ for root in self._modules.roots]
-        found.places = self._forcing.places
         return found
 
     def _measured(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,9 +110,9 @@ class Trial:
             self._forcing.note("backward")
             self._losses.append(tensors[0].detach().sum(dtype=torch.float32))
             is_analysed = self._last_untimed is None
-            if is_analysed:
-                self._samples.begin_backward()
-            params = list(self._modules.parameters().values()) if self._scaling else []
+            named = self._modules.parameters() if is_analysed or self._scaling else {}
+            params = list(named.values())
+            before = sample_gradients(named) if is_analysed else {}
             if self._scaling is not None:
                 grad_tensors = self._scaling.begin(tensors, grad_tensors, params)
             self._is_calling = True
@@ -130,7 +124,7 @@ class Trial:
             if self._scaling is not None:
                 self._scaling.end(params)
             if is_analysed:
-                self._samples.end_backward()
+                self._outcome.gradients.append(subtract(sample_gradients(named), before))
 
         return backward
 
@@ -148,6 +142,15 @@ class Trial:
             self._outcome.weights = sum_of(module.parameters())
             self._outcome.inputs = sum_of(stored_tensors_in(inputs))
         self._watch.is_paused = not torch.is_grad_enabled()
+
+    def _sample_output(self, name: str, inputs: Any, output: Any) -> None:
+        """Sample the first input and output of a module, if no backward has run yet."""
+        outputs = self._outcome.outputs
+        if self._losses or name in outputs or not torch.is_grad_enabled():
+            return
+        taken = sample_first(output)
+        if taken is not None:
+            outputs[name] = sample_first(inputs), taken
 
     @only_measures
     def _enter_optimizer(self, optimizer: Optimizer, *_: Any) -> None:

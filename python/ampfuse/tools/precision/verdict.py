@@ -33,7 +33,7 @@ def verdict(judge: Judge) -> Verdict:
             "Look at the learning rate, at the data and at the loss.",
         ]
         return Verdict(judge, FLOAT32, sentences, [])
-    if not judge.is_comparable:
+    if not all(one.is_comparable for one in judge.deviations.values()):
         sentences = [
             "These runs cannot be compared: their first batches or weights are not the same.",
             "Draw random numbers from torch, numpy or random, which are seeded here, or seed them.",
@@ -41,11 +41,13 @@ def verdict(judge: Judge) -> Verdict:
         return Verdict(judge, FLOAT32, sentences, [])
     best, fastest = judge.best(), judge.fastest()
     if best is not None:
-        sentences = [use(judge, best), accuracy(judge, best)]
+        sentences = [explain_gain(judge, best), state_accuracy(judge, best)]
     elif fastest is not None:
-        sentences = [no_gain(judge, fastest), accuracy(judge, fastest)]
+        sentences = [explain_no_gain(judge, fastest), state_accuracy(judge, fastest)]
     else:
-        sentences = ["Stay with float32: no precision is accurate enough.", origin(judge)]
+        sentences = ["Stay with float32: no precision is accurate enough."]
+        if not judge.outcomes[BFLOAT16].failure:
+            sentences.append(name_origin(judge))
     sentences += [
         f"Do not use {one}: {trouble}."
         for one in judge.outcomes
@@ -58,7 +60,7 @@ def verdict(judge: Judge) -> Verdict:
     return Verdict(judge, best, sentences, lines_to_change(base, best, judge.scale))
 
 
-def use(judge: Judge, best: Precision) -> str:
+def explain_gain(judge: Judge, best: Precision) -> str:
     """Explain what a precision gains."""
     outcome, base = judge.outcomes[best], judge.base
     text = (
@@ -70,7 +72,7 @@ def use(judge: Judge, best: Precision) -> str:
     return f"{text}."
 
 
-def no_gain(judge: Judge, fastest: Precision) -> str:
+def explain_no_gain(judge: Judge, fastest: Precision) -> str:
     """Explain that no precision pays off."""
     outcome, base = judge.outcomes[fastest], judge.base
     if outcome.milliseconds is None or base.milliseconds is None:
@@ -81,7 +83,7 @@ def no_gain(judge: Judge, fastest: Precision) -> str:
     return f"Stay with float32: {fastest} saves {saved} ({times})."
 
 
-def accuracy(judge: Judge, precision: Precision) -> str:
+def state_accuracy(judge: Judge, precision: Precision) -> str:
     """State how accurate a precision is, and what has to stay in float32."""
     by = percent(judge.deviations[precision].gradient)
     kept = " and ".join(f"`{kind_of(name)}`" for name in precision.kept)
@@ -90,11 +92,11 @@ def accuracy(judge: Judge, precision: Precision) -> str:
     return f"Gradients differ from float32's by {by}, {needs}, and {stays}."
 
 
-def origin(judge: Judge) -> str:
+def name_origin(judge: Judge) -> str:
     """Name the module in which the deviation begins."""
-    if judge.in_vain:
-        names = ", ".join(f"`{kind_of(name)}`" for name in judge.in_vain)
-        return f"It did not help to keep {names} in float32."
+    kept = {f"`{kind_of(name)}`": None for one in judge.outcomes for name in one.kept}
+    if kept:
+        return f"It did not help to keep {', '.join(kept)} in float32."
     module = judge.deviations[BFLOAT16].first_module
     where = f"in `{module}`" if module else "in the loss, since the outputs of all modules agree"
     return f"The deviation in bfloat16 begins {where}."
@@ -134,7 +136,7 @@ def lines_to_change(base: Outcome, precision: Precision, scale: float) -> list[s
         lines += [
             f"{places['optimizer']}: before it, `for param in model.parameters(): "
             "param.data = param.data.bfloat16() if param.dim() > 1 else param.data`",
-            f"the same line: `ampfuse.{base.optimizer}`, which keeps float32 masters",
+            "the same line: the optimizer of this name in ampfuse, which keeps float32 masters",
             "wherever the model is evaluated: the same autocast",
         ]
     return lines
