@@ -367,11 +367,7 @@ class DeviceScaler(TorchGradScaler):
         return (norm > norms[3]).float()
 
     def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Unscale like torch's method of this name, and record the norms from the same pass.
 

@@ -1,34 +1,23 @@
 """A scaler's saved state, which is checked as a whole before any of it is loaded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from ampfuse._arguments import checked_count, checked_known, checked_number
 from ampfuse.amp import _policy
-from ampfuse.amp._history import NO_NORMS
 from ampfuse.amp._policy import Policy, torchs_options
 
-TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 COUNTERS = ("_hysteresis_tracker", "_consecutive_skips", "_updates")
 NORMS = ("_norms", "_norm_mean", "_norm_variance", "_norm_limit")
-ENTRIES = (*TORCHS, *(field.name for field in fields(Policy)), *COUNTERS, *NORMS)
 
 
-@dataclass
-class Loaded:
+class Loaded(NamedTuple):
     """The checked entries of a state dict."""
 
     torchs: dict[str, Any]
     policy: Policy
     counts: list[int]
     norms: list[float]
-
-    def entries(self) -> dict[str, Any]:
-        """Return all entries, converted to the types in which they are saved."""
-        counts = dict(zip(COUNTERS, self.counts, strict=True))
-        norms = dict(zip(NORMS, self.norms, strict=True))
-        return {**self.torchs, **self.policy.options, **counts, **norms}
 
 
 def loaded(
@@ -64,12 +53,6 @@ def loaded(
     pairs = zip(NORMS, norms, strict=True)
     statistics = [checked_known(name, state.get(name, here)) for name, here in pairs]
     return Loaded(torchs, policy, ours, statistics)
-
-
-def loadable(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the same entries, in the types that are saved; raise if no scaler can load them."""
-    entries = loaded(state, Policy(), [1, 0, 0], NO_NORMS).entries()
-    return {name: value for name, value in entries.items() if name in state}
 
 
 def check_pickled(state: dict[str, Any]) -> None:

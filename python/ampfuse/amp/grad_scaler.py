@@ -18,15 +18,9 @@ from ampfuse.amp._policy import Policy, torchs_options
 from ampfuse.amp._saved import COUNTERS, NORMS, loaded
 from ampfuse.amp.gate import Gate
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
-from ampfuse.gradients.inspection import (
-    Inspection,
-    norm_for,
-)
+from ampfuse.gradients.inspection import Inspection, norm_for
 from ampfuse.gradients.mistakes import Watch
-from ampfuse.optim.stepping import (
-    takes_tensors,
-    wants_the_scaler,
-)
+from ampfuse.optim.stepping import takes_tensors, wants_the_scaler
 
 
 class GradScaler(DeviceScaler):

@@ -191,10 +191,7 @@ class ColumnCache:
                 self._groups = []
 
     def read(
-        self,
-        groups: list[dict[str, Any]],
-        state: dict[Tensor, dict[str, Any]],
-        spares: Spares,
+        self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]], spares: Spares
     ) -> list[list[Columns]]:
         """Return the columns of each group; create missing state."""
         columns = self._read_known(groups, state)

@@ -20,10 +20,7 @@ from ampfuse.gradients.shards import refuse_common_ranks
 from ampfuse.gradients.signals import Slot
 from ampfuse.optim import _loading, options
 from ampfuse.optim._callers import DCP, ZERO, is_called_from
-from ampfuse.optim._columns import (
-    ColumnCache,
-    refuse_sparse,
-)
+from ampfuse.optim._columns import ColumnCache, refuse_sparse
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._snapshot import Snapshot
 from ampfuse.optim._state import Spares, renew_master
