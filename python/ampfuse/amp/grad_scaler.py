@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 from ampfuse._arguments import checked_count
 from ampfuse._graphs import groups_of
 from ampfuse._warning import warn_caller
-from ampfuse.amp import _policy
 from ampfuse.amp._device_scaler import DeviceScaler, scaled
 from ampfuse.amp._history import ScaleRecord, ScalerHistory
-from ampfuse.amp._policy import Policy, torchs_options
+from ampfuse.amp._policy import Policy, checked_scale, torchs_options
 from ampfuse.amp._saved import COUNTERS, NORMS, loaded
 from ampfuse.amp.gate import Gate
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
@@ -127,7 +126,7 @@ class GradScaler(DeviceScaler):
             min_scale, max_scale, hysteresis, hysteresis_refill, dynamic, skip_outliers
         )
         self.policy.check_process_group(process_group)
-        self._init_scale = _policy.checked_scale("init_scale", init_scale)
+        self._init_scale = checked_scale("init_scale", init_scale)
         self._growth_factor, self._backoff_factor, self._growth_interval = torchs_options(
             self.policy, growth_factor, backoff_factor, growth_interval
         )
@@ -185,8 +184,7 @@ class GradScaler(DeviceScaler):
 
         The host waits once for the check, except for optimizers that take `grad_scale` and
         `found_inf` as tensors (`ampfuse.Adam`, `AdamW`, torch's with `fused=True`), which skip on
-        the device.
-        `was_skipped()` reports whether the step was skipped.
+        the device. `was_skipped()` reports whether the step was skipped.
 
         Args:
             optimizer: The optimizer that steps. Its gradients are unscaled here, unless `unscale_`
@@ -283,7 +281,7 @@ class GradScaler(DeviceScaler):
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
             if not isinstance(new_scale, Tensor):
-                new_scale = _policy.checked_scale("new_scale", new_scale)
+                new_scale = checked_scale("new_scale", new_scale)
             elif new_scale.numel() == 1:
                 new_scale = new_scale.reshape(())
             super().update(new_scale)
@@ -295,10 +293,7 @@ class GradScaler(DeviceScaler):
         """Set the factor by which the scale grows.
 
         Args:
-            new_factor: At least 1; with 1 the scale never grows.
-
-        Raises:
-            ValueError: The factor is out of range.
+            new_factor: At least 1, or ValueError is raised; with 1 the scale never grows.
         """
         self._growth_factor = torchs_options(self.policy, growth_factor=new_factor)[0]
 
@@ -306,10 +301,8 @@ class GradScaler(DeviceScaler):
         """Set the factor by which the scale backs off.
 
         Args:
-            new_factor: Above 0 and at most 1; with 1 the scale never backs off.
-
-        Raises:
-            ValueError: The factor is out of range.
+            new_factor: Above 0 and at most 1, or ValueError is raised; with 1 the scale never backs
+                off.
         """
         self._backoff_factor = torchs_options(self.policy, backoff_factor=new_factor)[1]
 
@@ -317,10 +310,7 @@ class GradScaler(DeviceScaler):
         """Set the number of steps in a row without overflow after which the scale grows.
 
         Args:
-            new_interval: At least 1.
-
-        Raises:
-            ValueError: The interval is out of range.
+            new_interval: At least 1, or ValueError is raised.
         """
         self._growth_interval = torchs_options(self.policy, growth_interval=new_interval)[2]
 
@@ -390,8 +380,7 @@ class GradScaler(DeviceScaler):
         """Return the last updates, oldest first. The host waits for one copy.
 
         Returns:
-            At most `history` records; none if the scaler is disabled or was made without
-            `history=`.
+            At most `history` records; none if the scaler is disabled or made without `history=`.
         """
         if not self._enabled:
             return []
@@ -453,8 +442,7 @@ class GradScaler(DeviceScaler):
         """
         torchs = state_dict
         if self._enabled and state_dict:
-            here = self.policy, self._history.counts(), self._history.norms()
-            state = loaded(state_dict, *here)
+            state = loaded(state_dict, self.policy, self._history.counts(), self._history.norms())
             state.policy.check_process_group(self.process_group)
             self.policy, torchs = state.policy, state.torchs
             self._history.set_counts(state.counts)
