@@ -78,8 +78,8 @@ FAULTS = [
     Fault(
         "A step clips by the scaler's norms though its closure has computed new gradients.",
         "python/ampfuse/optim/stepping.py",
-        """signals if traced.steps_alone and not args else without_norms(signals)""",
-        """signals if traced.steps_alone else without_norms(signals)""",
+        """signals if traced.steps_alone and not args else drop_norms(signals)""",
+        """signals if traced.steps_alone else drop_norms(signals)""",
         "tests/python/amp tests/python/optim",
     ),
     # --- optimizers -----------------------------------------------------------------------------

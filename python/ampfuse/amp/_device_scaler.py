@@ -19,7 +19,7 @@ from ampfuse._nested import params_of
 from ampfuse.amp._history import HistorySnapshot, ScalerHistory
 from ampfuse.amp._policy import Policy
 from ampfuse.amp._saved import check_pickled
-from ampfuse.gradients.devices import largest, on_device
+from ampfuse.gradients.devices import largest, move_to
 from ampfuse.gradients.inspection import (
     Inspection,
     add_norm_of_shards,
@@ -115,7 +115,7 @@ class DeviceScaler(TorchGradScaler):
         """Return what is known about an optimizer's gradients, which may still be scaled."""
         inspection = self._inspections.get(id(optimizer))
         if state["stage"] is OptState.UNSCALED:
-            return Signals(None, found_inf, None, BackwardNorms.of(optimizer))
+            return Signals(None, found_inf, None, BackwardNorms.find(optimizer))
         if inspection is None:  # a derived class has overridden _unscale_grads_
             return Signals(self._get_scale_async(), found_inf)
         norms = inspection.total_norms if inspection.is_scaled else None
@@ -124,7 +124,7 @@ class DeviceScaler(TorchGradScaler):
     def _update(self, scale: Tensor, growth_tracker: Tensor) -> None:
         """Update the scale, as the flags of all steps since the last update demand."""
         found_infs = [
-            on_device(flag, scale.device)
+            move_to(flag, scale.device)
             for state in self._per_optimizer_states.values()
             for flag in state["found_inf_per_device"].values()
         ]
@@ -252,13 +252,13 @@ class DeviceScaler(TorchGradScaler):
     def _traced_scale_on(self, device: torch.device) -> Tensor:
         self._make_scale(device)
         assert self._scale is not None
-        return on_device(self._scale, device)
+        return move_to(self._scale, device)
 
     @traced_as(_traced_scale_on)
     def _scale_on(self, device: torch.device) -> Tensor:
         self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
-        return on_device(self._scale, device)
+        return move_to(self._scale, device)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """Create the scale like torch's method of this name, unless it exists already.
@@ -337,7 +337,7 @@ class DeviceScaler(TorchGradScaler):
         assert self._scale is not None
         flags = state["found_inf_per_device"].values()
         if flags:
-            found_inf = largest([on_device(flag, self._scale.device) for flag in flags])
+            found_inf = largest([move_to(flag, self._scale.device) for flag in flags])
         else:  # no gradients, so no overflow
             found_inf = torch.zeros_like(self._scale)
         norms = self._norm_statistics(self._scale.device)
@@ -397,7 +397,7 @@ class DeviceScaler(TorchGradScaler):
         # A scale without a finite inverse counts as an overflow, whatever the gradients are. The
         # quotient, rounded down, is non-zero for exactly these scales.
         found_inf = LARGEST_SCALE_WITHOUT_INVERSE // scale
-        known = BackwardNorms.of(optimizer)
+        known = BackwardNorms.find(optimizer)
         one = torch.ones_like(scale)
         if known is None:
             flags = self._unscale_grads_(optimizer, one, found_inf, True)

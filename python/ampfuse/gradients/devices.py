@@ -16,10 +16,10 @@ def is_served(device: torch.device) -> bool:
 
 
 @overload
-def on_device(scalar: Tensor, device: torch.device) -> Tensor: ...
+def move_to(scalar: Tensor, device: torch.device) -> Tensor: ...
 @overload
-def on_device(scalar: Tensor | None, device: torch.device) -> Tensor | None: ...
-def on_device(scalar: Tensor | None, device: torch.device) -> Tensor | None:
+def move_to(scalar: Tensor | None, device: torch.device) -> Tensor | None: ...
+def move_to(scalar: Tensor | None, device: torch.device) -> Tensor | None:
     """Return the scalar on the device. The host waits only for a copy from a GPU to the CPU."""
     if scalar is None or scalar.device == device:
         return scalar

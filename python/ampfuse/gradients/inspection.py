@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ampfuse import _C, ops
 from ampfuse._graphs import groups_of, traced_as
-from ampfuse.gradients.devices import largest, on_device
+from ampfuse.gradients.devices import largest, move_to
 from ampfuse.gradients.lists import GradientList, resolve_conjugate_grad
 from ampfuse.gradients.norms import found_by_any, norm_of_shards, rounded
 from ampfuse.gradients.shards import is_distributed, is_dtensor, local, spread_dimensions
@@ -117,7 +117,7 @@ def inspect(
     norms, total_norms = [], {}
     are_whole = gradients.are_whole and process_group is None
     for device, unread in gradients.on.items():
-        flags[device] = on_device(found_inf, device)
+        flags[device] = move_to(found_inf, device)
         totals = []
         if known is not None:
             records, rest = known.split(unread.grads)
@@ -129,7 +129,7 @@ def inspect(
             unread = GradientList(
                 device, [unread.params[i] for i in rest], [unread.grads[i] for i in rest]
             )
-        results = unscale(unread, flags[device], on_device(inv_scale, device))
+        results = unscale(unread, flags[device], move_to(inv_scale, device))
         for once, result in results:
             params += once.params
             norms.append(result.norms)
@@ -211,7 +211,7 @@ def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | 
         elif not inspection.are_whole:
             return None
         for norm in total_norms:
-            norm = on_device(norm, scale.device)
+            norm = move_to(norm, scale.device)
             norms.append(norm / scale if inspection.is_scaled else norm)
     return ops.multi_tensor_norm(norms, dtype=torch.float32).total_norm if norms else None
 
@@ -242,7 +242,7 @@ def norm_for(params: list[Tensor], inspection: Inspection) -> Tensor | None:
     if not inspection.are_whole or not norms:
         return None
     grads = [param.grad for param in params if param.grad is not None]
-    return rounded(total([on_device(norm, norms[0].device) for norm in norms]), grads)
+    return rounded(total([move_to(norm, norms[0].device) for norm in norms]), grads)
 
 
 def flag_of_all_ranks(

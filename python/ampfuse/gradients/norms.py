@@ -39,12 +39,12 @@ def inspect(
     whose collectives this rank calls, even if it has no such gradients.
     """
     lists: dict[tuple[torch.device, Sharding | None], list[Tensor]] = {key: [] for key in spread}
-    for part in columns:
-        if not part.shardings:
-            lists.setdefault((part.device, None), []).extend(part.grads)
+    for one in columns:
+        if not one.shardings:
+            lists.setdefault((one.device, None), []).extend(one.grads)
             continue
-        for grad, sharding in zip(part.grads, part.shardings, strict=True):
-            lists.setdefault((part.device, sharding), []).append(grad)
+        for grad, sharding in zip(one.grads, one.shardings, strict=True):
+            lists.setdefault((one.device, sharding), []).append(grad)
     devices = [device for (device, _), grads in lists.items() if grads]
     parts = []
     for (device, sharding), grads in lists.items():

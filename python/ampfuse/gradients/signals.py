@@ -25,7 +25,7 @@ class Version(NamedTuple):
     writes: int
 
     @staticmethod
-    def of(grad: Tensor) -> "Version":
+    def read(grad: Tensor) -> "Version":
         """Return the present version."""
         shard = local(grad)
         return Version(weakref.ref(grad), weakref.ref(shard), grad._version + shard._version)
@@ -57,7 +57,7 @@ class BackwardNorms:
         self._records: list[Record] = []
 
     @staticmethod
-    def of(optimizer: Any) -> "BackwardNorms | None":
+    def find(optimizer: Any) -> "BackwardNorms | None":
         """Return the norms that are computed for an optimizer. Graphs compute their own."""
         if is_compiling() or not _OF_OPTIMIZERS or is_capturing():
             return None
@@ -75,7 +75,7 @@ class BackwardNorms:
     @torch.no_grad()
     def add(self, grads: list[Tensor], result: ops.MultiTensorNorm) -> None:
         """Record the norms of gradients that have just been computed."""
-        self._records.append(Record([Version.of(grad) for grad in grads], result))
+        self._records.append(Record([Version.read(grad) for grad in grads], result))
 
     def forget_stale(self) -> None:
         """Drop the records of gradients that were freed or written."""
@@ -117,7 +117,7 @@ _OF_OPTIMIZERS: "weakref.WeakKeyDictionary[Any, BackwardNorms]" = weakref.WeakKe
 
 
 class Slot:
-    """The place where a scaler puts its signals while an optimizer steps.
+    """The attribute in which a scaler passes its signals while an optimizer steps.
 
     The compiler traces it, which it does not do with attributes of optimizers.
     """

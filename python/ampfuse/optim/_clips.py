@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.gradients.devices import largest, on_device
+from ampfuse.gradients.devices import largest, move_to
 from ampfuse.gradients.norms import (
     Inspected,
     device_of,
@@ -30,11 +30,11 @@ class Clip:
     max_norm: float
     grad_norm: Tensor | None  # receives the norm of the unscaled gradients
 
-    def on(self, device: torch.device) -> dict[str, Any]:
+    def arguments(self, device: torch.device) -> dict[str, Any]:
         """Return the arguments of the op on a device."""
         grad_norm = self.grad_norm
         return {
-            "total_norm": on_device(self.total_norm, device),
+            "total_norm": move_to(self.total_norm, device),
             "max_norm": self.max_norm,
             "grad_norm": grad_norm
             if grad_norm is not None and grad_norm.device == device
@@ -85,7 +85,7 @@ def group_clips(
     def inspected_by_all(inspected_groups: list[int]) -> Inspected:
         are_known = len(inspected_groups) == len(groups) and not check
         inspected = inspect(
-            [part for index in inspected_groups for part in columns[index]],
+            [one for index in inspected_groups for one in columns[index]],
             (signals.norms or {}) if are_known else {},
             spread_shardings(
                 [param for index in inspected_groups for param in groups[index]["params"]]

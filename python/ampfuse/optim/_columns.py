@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ampfuse import _C
 from ampfuse._graphs import traced_as
-from ampfuse.gradients.devices import on_device
+from ampfuse.gradients.devices import move_to
 from ampfuse.gradients.lists import GradientList, resolve_conjugate_grad
 from ampfuse.gradients.shards import is_dtensor, local, place_gradient, sharding_of
 from ampfuse.optim._state import Spares, ensure
@@ -46,7 +46,7 @@ class Columns(GradientList):
         if not isinstance(lr, Tensor):
             return rate(lr)
         if lr.device.type != "cpu":
-            lr = on_device(lr, self.device)
+            lr = move_to(lr, self.device)
         return lr if lr.dtype in (torch.float32, torch.float64) else lr.double()
 
 
@@ -257,7 +257,7 @@ def values_of(groups: list[dict[str, Any]], limit: float | None) -> list[Any]:
 def grad_kinds(columns: list[list[Columns]]) -> list[Any]:
     """Return the properties of the gradients for which the op may raise."""
     kind = attrgetter("dtype", "layout")
-    return [list(map(kind, part.grads)) for part in chain.from_iterable(columns)]
+    return [list(map(kind, one.grads)) for one in chain.from_iterable(columns)]
 
 
 def is_plain(param: Tensor) -> bool:
@@ -304,7 +304,9 @@ def _written_view(real: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:
     return real
 
 
-def about_parameter(error: Exception, columns: Columns, groups: list[dict[str, Any]]) -> Exception:
+def describe_parameter(
+    error: Exception, columns: Columns, groups: list[dict[str, Any]]
+) -> Exception:
     """Return the op's error about an entry of its lists, with a description of the parameter."""
     found = re.match(r"fused_adam: \w+\[(\d+)\]", str(error))
     param = columns.params[int(found[1])] if found else None

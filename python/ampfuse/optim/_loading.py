@@ -17,10 +17,10 @@ from ampfuse.optim._state import (
     Spares,
     convert_master,
     converted,
+    include_writes_in_state,
     master_dtype,
     moment_dtype,
     renew_master,
-    with_writes,
 )
 from ampfuse.optim.options import (
     MOMENTS,
@@ -28,10 +28,10 @@ from ampfuse.optim.options import (
     TORCHS_OWN,
     StateOptions,
     check_options,
+    drop_torchs_options,
     has_torchs,
     is_number,
     state_options,
-    without_torchs,
 )
 
 
@@ -49,7 +49,7 @@ def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
     loading: dict[str, Any] = {}
 
     def withhold_state(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        given = without_torchs_options_and_masters(given)
+        given = drop_torchs_options_and_masters(given)
         loading.update(given)
         return {**given, "state": {}}
 
@@ -68,13 +68,15 @@ def export(optimizer: Any, saved: dict[str, Any]) -> None:
     if optimizer._has_own_options:  # programs may add torch's options at any time
         torchs = TORCHS_OWN if is_called_from(DCP) else {}
         groups = saved["param_groups"]
-        saved["param_groups"] = [{**without_torchs(group), **torchs} for group in groups]
+        saved["param_groups"] = [{**drop_torchs_options(group), **torchs} for group in groups]
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         if isinstance(saved_group["lr"], Tensor):  # loading and schedulers write it in place
             saved_group["lr"] = saved_group["lr"].clone()
         for param, key in zip(group["params"], saved_group["params"], strict=True):
             if key in saved["state"]:
-                saved["state"][key] = exported(param, with_writes(param, saved["state"][key]))
+                saved["state"][key] = exported(
+                    param, include_writes_in_state(param, saved["state"][key])
+                )
 
 
 Owner = tuple[Tensor, dict[str, Any], int]  # a parameter, its group and its index there
@@ -144,10 +146,10 @@ def _new_state(saved: dict[str, Any], param: Tensor, options: StateOptions) -> N
 def put_states(
     state: dict[Any, dict[str, Any]],
     new: dict[Tensor, NewState],
-    of_nobody: dict[Any, Any],
+    unowned_states: dict[Any, Any],
     in_place: bool,
 ) -> Spares:
-    """Replace the present states by new ones; `of_nobody` are states of no parameter.
+    """Replace the present states by new ones; `unowned_states` are states of no parameter.
 
     With `in_place`, values are copied to the present tensors. Otherwise the tensors are replaced,
     so that state dicts taken before keep the old ones, as in torch.
@@ -159,7 +161,7 @@ def put_states(
     spares: Spares = {}
     for key in [key for key in state if key not in new]:
         del state[key]
-    state.update(of_nobody)
+    state.update(unowned_states)
     for param, (entries, of_param, has_master) in new.items():
         if in_place:
             master = _put_in_place(state[param], entries)
@@ -189,7 +191,7 @@ def _put_in_place(there: dict[str, Any], entries: dict[str, Any]) -> Tensor | No
     return master
 
 
-def of_nobody(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Any, Any]:
+def unowned_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Any, Any]:
     """Return the states of a state dict that belong to no parameter. They are kept, as in torch."""
     found = owners(groups, saved)
     return {key: value for key, value in saved["state"].items() if key not in found}
@@ -215,7 +217,7 @@ def keep_options(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> 
             raise type(error)(f"loaded state dict: group {index}: {error}") from None
 
 
-def without_torchs_options_and_masters(saved: dict[str, Any]) -> dict[str, Any]:
+def drop_torchs_options_and_masters(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict without torch's options, and without masters that torch's class saved.
 
     torch's class keeps masters that it has loaded, but does not step them. A distributed checkpoint
@@ -235,7 +237,7 @@ def without_torchs_options_and_masters(saved: dict[str, Any]) -> dict[str, Any]:
                 is_stale or is_empty_dict(entries.get("master_param"))
             ):
                 state[param] = {k: v for k, v in entries.items() if k != "master_param"}
-        groups.append(without_torchs(group))
+        groups.append(drop_torchs_options(group))
     return {**saved, "state": state, "param_groups": groups}
 
 

@@ -49,7 +49,7 @@ def ensure_master(
             state["master_param"] = fresh
     elif master is not None and master.dtype != dtype:
         # The model was cast, or the group's `master_weights` was changed.
-        numbers = as_written(param, master) if master.dtype == torch.float32 else master
+        numbers = include_writes(param, master) if master.dtype == torch.float32 else master
         if master.dtype == torch.int16:
             numbers = join(param, master) if param.dtype == torch.bfloat16 else param.detach()
         del state["master_param"]
@@ -122,7 +122,7 @@ def adopt_param(param: Tensor, master: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def as_written(param: Tensor, master: Tensor) -> Tensor:
+def include_writes(param: Tensor, master: Tensor) -> Tensor:
     """Return a float32 master, or a copy that has adopted what other code wrote to its parameter.
 
     The host waits. If the model was cast since the last step, the parameter was float16 or bfloat16
@@ -138,7 +138,7 @@ def as_written(param: Tensor, master: Tensor) -> Tensor:
     return sharded_like(master, torch.where(is_written, here.to(there.dtype), there))
 
 
-def with_writes(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+def include_writes_in_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter's state with what other code has written to the parameter since its step.
 
     The present master stays as it is. Perhaps the program writes the old values back, for example
@@ -147,7 +147,7 @@ def with_writes(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     master = state.get("master_param")
     if not isinstance(master, Tensor) or master.dtype != torch.float32:
         return state
-    return {**state, "master_param": as_written(param, master)}
+    return {**state, "master_param": include_writes(param, master)}
 
 
 def converted(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ampfuse import ops
 from ampfuse._graphs import eager_only, groups_of, is_capturing, traced_as
-from ampfuse.gradients.devices import on_device
+from ampfuse.gradients.devices import move_to
 from ampfuse.gradients.mistakes import note_step_without_scaler
 from ampfuse.gradients.signals import BackwardNorms, Signals
 from ampfuse.optim import options
 from ampfuse.optim._clips import Clip, grad_norm_tensor, group_clips
-from ampfuse.optim._columns import Columns, about_parameter, op_options
+from ampfuse.optim._columns import Columns, describe_parameter, op_options
 from ampfuse.optim._traced import traced_columns
 
 
@@ -85,7 +85,7 @@ def signals_for(optimizer: Any) -> Signals:
     given: Signals | None = optimizer._slot.signals
     if given is not None:
         return given.with_attributes(optimizer)
-    signals = Signals(backward_norms=BackwardNorms.of(optimizer)).with_attributes(optimizer)
+    signals = Signals(backward_norms=BackwardNorms.find(optimizer)).with_attributes(optimizer)
     if signals.grad_scale is None and signals.found_inf is None:
         note_step_without_scaler()
     return signals
@@ -115,13 +115,13 @@ def step_columns(
             lr=columns.lr(group["lr"]),
             **op_options(group),
             write_back_grads=write_back_grads,
-            grad_scale=on_device(grad_scale, columns.device),
-            found_inf=on_device(found_inf, columns.device),
+            grad_scale=move_to(grad_scale, columns.device),
+            found_inf=move_to(found_inf, columns.device),
             adopt_params=True,
-            **(clip.on(columns.device) if clip else {}),
+            **(clip.arguments(columns.device) if clip else {}),
         )
     except (TypeError, ValueError) as error:
-        raise about_parameter(error, columns, optimizer.param_groups) from None
+        raise describe_parameter(error, columns, optimizer.param_groups) from None
 
 
 @eager_only

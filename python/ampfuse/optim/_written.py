@@ -50,7 +50,7 @@ class WrittenParams:
 
     def adopt(self, columns: list[list[Columns]]) -> None:
         """Detect and adopt writes since the last step. Call this before a step."""
-        if not any(with_float_masters(columns)) or is_capturing():
+        if not any(find_float_masters(columns)) or is_capturing():
             return
         self._warn_if_arrived()
         if self._must_compare or have_changed(self._after_step, writes(columns)):
@@ -61,8 +61,8 @@ class WrittenParams:
     def _adopt(self, columns: list[list[Columns]]) -> None:
         flags = [
             adopt_param(param, master)
-            for part in with_float_masters(columns)
-            for param, master in zip(part.params, part.masters, strict=True)
+            for one in find_float_masters(columns)
+            for param, master in zip(one.params, one.masters, strict=True)
         ]
         # If each step replaced a copy that is on its way, the host might never receive one.
         if flags and not self._has_warned and self._on_its_way is None:
@@ -84,11 +84,11 @@ class WrittenParams:
             )
 
 
-def with_float_masters(columns: list[list[Columns]]) -> Iterator[Columns]:
+def find_float_masters(columns: list[list[Columns]]) -> Iterator[Columns]:
     """Yield columns with float32 masters. A parameter with a remainder is a part of its master."""
-    for part in chain.from_iterable(columns):
-        if part.masters and part.masters[0].dtype == torch.float32:
-            yield part
+    for one in chain.from_iterable(columns):
+        if one.masters and one.masters[0].dtype == torch.float32:
+            yield one
 
 
 def have_changed(before: Writes | None, now: Writes | None) -> bool:
@@ -109,8 +109,8 @@ def writes(columns: list[list[Columns]]) -> Writes | None:
     try:
         return [
             # A write to a DTensor is counted by it, not by its shard.
-            (_C.writes(part.params), _C.writes(part.dtensors), _C.writes(part.state_steps))
-            for part in with_float_masters(columns)
+            (_C.writes(one.params), _C.writes(one.dtensors), _C.writes(one.state_steps))
+            for one in find_float_masters(columns)
         ]
     except RuntimeError:
         return None

@@ -132,7 +132,7 @@ class Adam(torch.optim.Adam):
         group = self.param_groups[-1]
         if self._has_own_options:
             if options.has_torchs(group):  # perhaps from torch's optimizer
-                group = self.param_groups[-1] = options.without_torchs(group)
+                group = self.param_groups[-1] = options.drop_torchs_options(group)
             if "state_dtype" in group:
                 group["state_dtype"] = options.state_dtype_name(group["state_dtype"])
             options.plain(group)
@@ -190,9 +190,9 @@ class Adam(torch.optim.Adam):
         if loading is not None:
             if is_called_from(DCP):  # masters may have stayed, if its checkpoint had none
                 self._written.compare()
-            of_nobody = _loading.of_nobody(self.param_groups, loading)
+            unowned_states = _loading.unowned_states(self.param_groups, loading)
             self._spare_masters = _loading.put_states(
-                self.state, states, of_nobody, in_place=self._is_in_graphs
+                self.state, states, unowned_states, in_place=self._is_in_graphs
             )
 
     @torch.no_grad()

@@ -39,7 +39,7 @@ def has_torchs(group: dict[str, Any]) -> bool:
     return any(name in group for name in TORCHS_OWN)
 
 
-def without_torchs(group: dict[str, Any]) -> dict[str, Any]:
+def drop_torchs_options(group: dict[str, Any]) -> dict[str, Any]:
     """Return the group without the options that only torch's groups have."""
     return {name: value for name, value in group.items() if name not in TORCHS_OWN}
 

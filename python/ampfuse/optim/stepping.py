@@ -95,7 +95,7 @@ def _traced_step(optimizer: Any, signals: Signals, args: Any, kwargs: Any) -> An
         return _untraced_step(optimizer, signals, args, kwargs)
     traced, slot = optimizer._traced, optimizer._slot
     traced.begin()
-    slot.signals = signals if traced.steps_alone and not args else without_norms(signals)
+    slot.signals = signals if traced.steps_alone and not args else drop_norms(signals)
     try:
         if traced.has_scheduler:  # the compiler does not trace its wrapper of step
             return type(optimizer).step(optimizer, *args, **kwargs)
@@ -121,7 +121,7 @@ def step_with(optimizer: Any, signals: Signals, args: Any, kwargs: Any) -> Any:
         _delete_attributes(optimizer)
 
 
-def without_norms(signals: Signals) -> Signals:
+def drop_norms(signals: Signals) -> Signals:
     """Return signals without norms; those of backward have a record of later writes."""
     return Signals(signals.grad_scale, signals.found_inf, None, signals.backward_norms)
 

@@ -5,7 +5,7 @@ import copy
 import ampfuse
 import pytest
 import torch
-from ampfuse.gradients.devices import on_device
+from ampfuse.gradients.devices import move_to
 from optim_models import (
     EVERY_KIND,
     assert_same_bits,
@@ -71,7 +71,7 @@ def test_host_waits_only_for_copies_to_the_cpu():
 
     for name in ("cpu", "cuda", "meta"):
         target = torch.device(name)
-        assert on_device(Scalar(), target) == (target, name != "cpu")
+        assert move_to(Scalar(), target) == (target, name != "cpu")
 
 
 class Twins:
