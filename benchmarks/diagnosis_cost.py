@@ -1,9 +1,9 @@
 """The time that `python -m ampfuse` adds to a step, to measure phases, memory and loaders.
 
 A training loop runs in rounds of three epochs, in random order: without measurements, with steps
-that are measured, and with steps of a pause, as most steps of a long program are. Printed are the
-medians of the differences, each with the range in which it lies with a probability of 95 %, and the
-mean of a long program. Before each step all caches are filled with something else, as a large model
+that are measured, and with steps that are only counted, as most steps of a long program are.
+Printed are the medians of the differences, each with the range in which it lies with a probability
+of 95 %. Before each step all caches are filled with something else, as a large model
 does.
 
     python benchmarks/diagnosis_cost.py [--rounds 300] [--width 512]
@@ -15,7 +15,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import ExitStack
-from statistics import fmean, median
+from statistics import median
 
 import ampfuse
 import torch
@@ -39,9 +39,7 @@ def main() -> None:
     torch.set_num_threads(1)
     epoch = training(options.width)
     epoch()
-    pause, run = fmean(clock.PAUSES), clock.RUN
-    clock.PAUSES = FOREVER, FOREVER
-    measured_first = {"measured": FOREVER, "pause": 1}
+    measured_first = {"measured": FOREVER, "counted": 1}
     plain: list[float] = []
     added: dict[str, list[float]] = {kind: [] for kind in measured_first}
     for _ in range(options.rounds):
@@ -49,7 +47,7 @@ def main() -> None:
         for kind in random.sample(["plain", *measured_first], 3):
             with ExitStack() as exits:
                 if kind in measured_first:
-                    clock.ALWAYS_MEASURED = measured_first[kind]
+                    clock.MEASURED = measured_first[kind]
                     exits.callback(Diagnosis().stop)
                 times[kind] = epoch()
         plain.append(times["plain"])
@@ -59,9 +57,6 @@ def main() -> None:
     print(f"a step takes {1e3 * step:.2f} ms")
     for kind, differences in added.items():
         print(f"{kind}: {with_range(differences)} more")
-    middles = {kind: median(differences) for kind, differences in added.items()}
-    mean = (run * middles["measured"] + pause * middles["pause"]) / (run + pause)
-    print(f"mean of a long program: {1e6 * mean:.0f} µs more, {mean / step:.1%}")
 
 
 def with_range(seconds: list[float]) -> str:

@@ -3,9 +3,8 @@
 from ampfuse.tools.memory.account import Account, Saving, account
 from ampfuse.tools.memory.batch import BatchSize, largest_batch
 from ampfuse.tools.memory.growth import Suspect
-from ampfuse.tools.memory.monitor import Monitor
+from ampfuse.tools.memory.monitor import Monitor, Sample
 from ampfuse.tools.memory.plan import Plan, plan
-from ampfuse.tools.memory.step_memory import Sample
 
 __all__ = [
     "Account",

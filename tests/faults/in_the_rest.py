@@ -114,9 +114,9 @@ FAULTS = [
     ),
     Fault(
         "The monitor counts no more steps after the first optimizer is gone.",
-        "python/ampfuse/tools/memory/monitor.py",
-        "if self._first is None or self._first() is None:",
-        "if self._first is None:",
+        "python/ampfuse/tools/hooks.py",
+        "if self._reference is None or self._reference() is None:",
+        "if self._reference is None:",
         "tests/python/memory",
     ),
     # --- precision ---
@@ -139,14 +139,14 @@ FAULTS = [
     ),
     # --- diagnosis ---
     Fault(
-        "The first step that is measured after a pause takes as long as the whole pause.",
+        "A loader counts the batches of steps that are no longer measured.",
         "python/ampfuse/tools/diagnosis/clock.py",
         """\
-        self._changes_at = self.steps + RUN
-        self._reader = NoteReader()
+        self._notes.clear()
+        self._loader_exits.close()
 """,
         """\
-        self._changes_at = self.steps + RUN
+        self._notes.clear()
 """,
         "tests/python/diagnosis",
     ),

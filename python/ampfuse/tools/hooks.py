@@ -4,11 +4,13 @@ All of them end when an ExitStack closes. Hooks of optimizers only measure: an o
 steps on the device in spite of them. Other hooks could notice that, so the host decides for them.
 """
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
+from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_optimizers
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
@@ -33,6 +35,19 @@ def hook_steps(exits: ExitStack, before: Callable[..., Any], after: Callable[...
         hooks_of_optimizers.register_optimizer_step_post_hook(after),
     ):
         exits.callback(handle.remove)
+
+
+class FirstOptimizer:
+    """The optimizer whose steps are those of the program, or the next one when it is gone."""
+
+    def __init__(self) -> None:
+        self._reference: weakref.ref[Optimizer] | None = None
+
+    def matches(self, optimizer: Optimizer) -> bool:
+        """Return True if this optimizer is the first one."""
+        if self._reference is None or self._reference() is None:
+            self._reference = weakref.ref(optimizer)
+        return self._reference() is optimizer
 
 
 Around = Callable[[Any], Callable[..., Any]]  # takes a function, and returns what replaces it

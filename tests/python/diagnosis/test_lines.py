@@ -49,17 +49,6 @@ def test_lines_have_the_share_of_their_time(sampler):
     assert sum(line.share for line in sampler.lines()) == pytest.approx(1)
 
 
-def test_nothing_is_sampled_in_a_pause(sampler):
-    sampler.pause(True)
-    slow()
-    sampler.pause(False)
-    quick()
-    end(sampler, FORWARD)
-    assert [line.place.where for line in sampler.lines() if line.share > 0.1] == [
-        f"test_lines.py:{inspect.getsourcelines(quick)[1] + 1}"
-    ]
-
-
 def test_line_that_keeps_pythons_lock_has_the_share_of_its_time(sampler):
     text = "[" + ",".join(["0.123456789"] * 10**6) + "]"
     sampler.drop()

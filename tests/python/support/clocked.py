@@ -25,6 +25,8 @@ class Steps(Listener):
         self.phases += [phase for phase, _ in intervals]
 
     def step_ends(self, optimizer, step, seconds):
+        if not seconds:
+            return
         self.numbers.append(step)
         self.steps.append({phase: seconds.get(phase, 0.0) for phase in PHASES})
 

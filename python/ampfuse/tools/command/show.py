@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from ampfuse.tools.diagnosis.timeline import FIRST_STEPS, LEAST_STEPS
+from ampfuse.tools.diagnosis.phases import FIRST_STEPS, LEAST_STEPS
 
 PICTURES = (".png", ".pdf", ".svg")
 BARS = "▁▂▃▄▅▆▇█"

@@ -17,7 +17,7 @@ from ampfuse.tools.diagnosis.lines import Line, merged
 from ampfuse.tools.diagnosis.loaders import Loader
 from ampfuse.tools.diagnosis.logits import WideLogits
 from ampfuse.tools.diagnosis.phases import INPUT, OTHER
-from ampfuse.tools.memory.step_memory import StepMemory
+from ampfuse.tools.memory.monitor import Monitor
 
 WORTH_A_HINT = 0.1  # of the time
 LEAST_WAIT = 2.0  # ms; a worker takes about 1 ms to send a batch
@@ -38,7 +38,7 @@ def hints(steps: dict[str, Any], loaders: list[Loader], lines: list[Line]) -> It
     whole = sum(milliseconds.values())
     wait = milliseconds[INPUT]
     loaders = [loader for loader in loaders if loader.trains]
-    about_start = list(about_starts(loaders, steps["count"] * whole / 1e3))
+    about_start = list(about_starts(loaders, steps["measured"] * whole / 1e3))
     yield from about_start
     if loaders and not about_start and wait > max(WORTH_A_HINT * whole, LEAST_WAIT):
         loader = max(loaders, key=lambda one: one.waited)
@@ -180,7 +180,7 @@ def about_logits(logits: WideLogits) -> Iterator[str]:
         )
 
 
-def about_memory(memory: StepMemory) -> Iterator[str]:
+def about_memory(memory: Monitor) -> Iterator[str]:
     """Return a hint about memory that grows."""
     growth = memory.growth()
     # Without tensors, only long growth is more than noise: most programs append to some list.

@@ -1,6 +1,7 @@
 """`Diagnosis`: measures a program while it trains, and says what limits it."""
 
 from contextlib import ExitStack
+from statistics import fmean, quantiles
 from typing import Any
 
 from torch.optim import Optimizer
@@ -14,39 +15,26 @@ from ampfuse.tools.diagnosis.gpu_times import GpuTimes
 from ampfuse.tools.diagnosis.habits import Habits
 from ampfuse.tools.diagnosis.lines import LineSampler, merged
 from ampfuse.tools.diagnosis.logits import WideLogits
-from ampfuse.tools.diagnosis.phases import Interval, Listener
-from ampfuse.tools.diagnosis.timeline import FIRST_STEPS, Timeline
+from ampfuse.tools.diagnosis.phases import FIRST_STEPS, LEAST_STEPS, PHASES, Interval, Listener
 from ampfuse.tools.hooks import replace
-from ampfuse.tools.memory.step_memory import StepMemory
+from ampfuse.tools.memory.monitor import Monitor
 
 LINES_SHOWN = 20
-
-
-class CarefulMemory(StepMemory):
-    """Does not record allocations where this could change the program's results.
-
-    Compiled functions would run without the compiler, and with other random numbers. Processes of
-    a group have to do the same.
-    """
-
-    def may_look(self) -> bool:
-        """Return True if the allocations of two steps may be recorded."""
-        return not (compiled_graphs() or is_distributed()) and super().may_look()
 
 
 class Diagnosis(Listener):
     """Measures a program until it is stopped. The program must run in the thread that made it."""
 
     def __init__(self) -> None:
-        self.timeline = Timeline()
         self.habits = Habits()
         self.logits = WideLogits()
         self.gpu = GpuTimes()
         self.lines = LineSampler()
-        self.growing = CarefulMemory()
+        self.monitor = Monitor()
+        self._times: list[tuple[int, dict[str, float]]] = []  # of the steps that were measured
         self._was_looking = False
         self._exits = ExitStack()
-        self._exits.callback(self.growing.stop_looking)
+        self._exits.callback(self.monitor.stop_looking)
         self.clock = StepClock(self._exits, self, self.habits, self.gpu)
         replace(self._exits, losses.USAGE, "on_input", self.logits)
         self._exits.callback(self.lines.stop)
@@ -59,26 +47,21 @@ class Diagnosis(Listener):
             self.lines.read(intervals)
 
     def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:
-        """Note the times of a step."""
-        if not self._is_looking():
-            self.timeline.add(step, seconds)
-            if self.timeline.count == FIRST_STEPS:
+        """Note the times of a step, and the memory after it."""
+        if not seconds:
+            self.lines.stop()
+        elif not self._is_looking():
+            self._times.append((step, seconds))
+            if len(self._times) == FIRST_STEPS:
                 self.lines.forget()
-        self._was_looking = self.growing.is_looking
-        self.growing.end_step(optimizer, step)
-
-    @property
-    def needs_next_step(self) -> bool:  # type: ignore[override]
-        """True while allocations are recorded, which would make the steps of a pause slow."""
-        return self.growing.is_looking
-
-    def pauses(self, begins: bool) -> None:
-        """Take no samples of lines in a pause."""
-        self.lines.pause(begins)
+        self._was_looking = self.monitor.is_looking
+        # A look for leaks runs compiled functions without the compiler, and so with other random
+        # numbers. Processes of a group have to do the same.
+        self.monitor.end_step(optimizer, may_look=not (compiled_graphs() or is_distributed()))
 
     def _is_looking(self) -> bool:
         """Return True in steps that record allocations and in the step after: both take long."""
-        return self._was_looking or self.growing.is_looking
+        return self._was_looking or self.monitor.is_looking
 
     def stop(self) -> None:
         """Stop measuring."""
@@ -86,44 +69,46 @@ class Diagnosis(Listener):
 
     def steps(self) -> dict[str, Any] | None:
         """Return the times of steps, or None if there were too few steps."""
-        summary = self._summary()
-        if summary is None:
+        times = self._times[FIRST_STEPS:]
+        if len(times) < LEAST_STEPS:
             return None
+        phases = {phase: [1e3 * one.get(phase, 0.0) for _, one in times] for phase in PHASES}
+        whole = [sum(step) for step in zip(*phases.values(), strict=True)]
         lines = [
             {"phase": line.phase, "where": where, "text": text, "share": line.share}
             for line in merged(self.lines.lines())[:LINES_SHOWN]
             for where, text, _ in [line.place]
         ]
-        return summary | {"gpu_milliseconds": self.gpu.milliseconds(), "lines": lines}
-
-    def _summary(self) -> dict[str, Any] | None:
-        summary = self.timeline.summary()
-        if summary is None:
-            return None
-        return {"count": self.clock.steps, "measured": self.timeline.count, **summary}
+        return {
+            "count": self.clock.steps,
+            "measured": len(self._times),
+            "milliseconds": {phase: fmean(values) for phase, values in phases.items()},
+            "quartiles": quantiles(whole, n=4, method="inclusive"),
+            "timeline": {"step": [step for step, _ in times], **phases},
+            "gpu_milliseconds": self.gpu.milliseconds(),
+            "lines": lines,
+        }
 
     def memory(self) -> dict[str, Any] | None:
         """Return the memory after each step, in bytes; None without steps."""
-        if not self.growing.ends:
+        if not self.monitor.samples:
             return None
-        ends = self.growing.ends
+        steps, host, gpu = map(list, zip(*self.monitor.samples, strict=True))
         return {
-            "growth": self.growing.growth(),
-            "suspects": [one._asdict() for one in self.growing.suspects],
-            "step": [end.step + 1 for end in ends],
-            "host": [end.host for end in ends],
-            "gpu": [end.allocated for end in ends],
+            "growth": self.monitor.growth(),
+            "suspects": [one._asdict() for one in self.monitor.suspects],
+            **{"step": steps, "host": host, "gpu": gpu},
         }
 
     def hints(self) -> list[str]:
         """Return sentences about what to change."""
         found: list[str] = []
-        if (steps := self._summary()) is not None:
+        if (steps := self.steps()) is not None:
             found += advice.hints(steps, self.clock.loaders, self.lines.lines())
         found += advice.about_gpu(self.gpu)
-        found += advice.about_habits(self.habits, self.timeline.count)
+        found += advice.about_habits(self.habits, self.clock.steps)
         found += advice.about_logits(self.logits)
-        found += advice.about_memory(self.growing)
+        found += advice.about_memory(self.monitor)
         if self.clock.error is not None:
             found.append(f"Measuring has ended by an error of ampfuse: {self.clock.error!r}.")
         return found

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 from ampfuse._graphs import compiled_graphs
 from ampfuse._nested import params_of
 from ampfuse.gradients.shards import local
-from ampfuse.tools.diagnosis.phases import BACKWARD, Listener
-from ampfuse.tools.diagnosis.timeline import FIRST_STEPS
+from ampfuse.tools.diagnosis.phases import BACKWARD, FIRST_STEPS, Listener
 
 CERTAIN = 5  # steps in a row that keep the gradients of the step before
 WATCHED = 20  # steps

@@ -1,6 +1,8 @@
 """Samples the slowest lines of a program."""
 
+import _thread
 import random
+import signal
 import sys
 import threading
 import time
@@ -8,7 +10,6 @@ from collections import defaultdict, deque
 from types import CodeType
 from typing import NamedTuple
 
-from ampfuse.tools.background import Background
 from ampfuse.tools.diagnosis.phases import Interval
 from ampfuse.tools.program_lines import Place, place, program_frame
 
@@ -37,7 +38,11 @@ def merged(lines: list[Line]) -> list[Line]:
 
 
 class LineSampler:
-    """Samples the line that the present thread executes. Phases are known only later."""
+    """Samples the line that the present thread executes. Phases are known only later.
+
+    Its own thread is not among those of `threading.enumerate()`, on which a program may wait, and
+    gets no signals, which a program may have blocked to wait for them.
+    """
 
     def __init__(self) -> None:
         # Samples of which no phase is known yet: their time, code, instruction, and the seconds
@@ -46,17 +51,17 @@ class LineSampler:
         self._seconds: defaultdict[tuple[str, CodeType, int], float] = defaultdict(float)
         self._sampled = threading.get_ident()
         self._random = random.Random()  # its own, since the program may have seeded the other one
-        self._pauses = False
-        self._background = Background(self._run)
-
-    def pause(self, begins: bool) -> None:
-        """Begin or end a pause, in which nothing is sampled."""
-        self._pauses = begins
-        self.drop()
+        self._done, self._ended = threading.Event(), threading.Event()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            _thread.start_new_thread(self._run, ())
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def stop(self) -> None:
         """Stop sampling."""
-        self._background.stop()
+        self._done.set()
+        self._ended.wait()
 
     def read(self, intervals: list[Interval]) -> None:
         """Count the samples in these intervals."""
@@ -87,16 +92,19 @@ class LineSampler:
         lines = [Line(phase, where, size / total) for (phase, where), size in found.items()]
         return sorted(lines, key=lambda line: -line.share)
 
-    def _run(self, done: threading.Event) -> None:
+    def _run(self) -> None:
+        try:
+            self._sample_until_done()
+        finally:
+            self._ended.set()
+
+    def _sample_until_done(self) -> None:
         start = last = time.perf_counter()
         while True:
             longest = min((last - start) / 100, LONGEST_INTERVAL)
             # Steps may take as long as an interval, so intervals differ.
-            if done.wait(max(INTERVAL, longest) * self._random.uniform(0.5, 1.5)):
+            if self._done.wait(max(INTERVAL, longest) * self._random.uniform(0.5, 1.5)):
                 return
-            if self._pauses:
-                last = time.perf_counter()
-                continue
             frame = program_frame(sys._current_frames().get(self._sampled))
             now = time.perf_counter()
             if frame is not None:

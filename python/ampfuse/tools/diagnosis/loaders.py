@@ -110,8 +110,6 @@ class LoaderWatch:
     def __init__(self, exits: ExitStack, note: Callable[..., None]) -> None:
         """Measure until `exits` closes. `note`: see StepClock."""
         self.loaders: list[Loader] = []
-        self.pauses = False
-        """True while only the starts of iterators are measured, and what workers do."""
         self._note = note
         # By the ids of iterators, and of datasets, which are the same in a forked worker.
         self._of_iterator: dict[int, Loader] = {}
@@ -159,8 +157,6 @@ class LoaderWatch:
     def _timed_next(self, function: Any) -> Any:
         @wraps(function)
         def timed(iterator: Any) -> Any:
-            if self.pauses and not self._started:
-                return function(iterator)
             is_exhausted = False
             begin = time.perf_counter()
             self._note(INPUT, True, id(iterator))
@@ -175,9 +171,8 @@ class LoaderWatch:
                 end = time.perf_counter()
                 if (start := self._started.pop(id(iterator), None)) is not None:
                     known.starts.append(end - start)
-                if not self.pauses:
-                    known.waited += end - begin
-                    known.batches += 1
+                known.waited += end - begin
+                known.batches += 1
             return batch
 
         return timed
@@ -186,8 +181,6 @@ class LoaderWatch:
         @wraps(function)
         def timed(fetcher: Any, index: Any) -> Any:
             worker = get_worker_info()
-            if self.pauses and worker is None:
-                return function(fetcher, index)
             loader = self._of_dataset.get(id(fetcher.dataset))
             if loader is None or (worker is not None and worker.dataset is not fetcher.dataset):
                 return function(fetcher, index)  # for example a loader inside of a dataset

@@ -15,10 +15,12 @@ OTHER = "other"  # all else between two phases
 PHASES = (INPUT, FORWARD, BACKWARD, OPTIMIZER, SCALER, OTHER)
 EVALUATION = "evaluation"  # belongs to no step
 
+FIRST_STEPS = 3  # which allocate, compile and start workers, and are left out
+LEAST_STEPS = 5  # from which means are computed
+
 # A time, the phase that begins or ends then, True if it begins, its source, and True if an iterator
 # is exhausted. The source is the id of an iterator, DataLoader or optimizer, or a call's number.
 Note = tuple[float, str, bool, int, bool]
-
 
 # The time between two notes: its phase, and its end.
 Interval = tuple[str, float]
@@ -83,9 +85,6 @@ class Listener:
     is_live = False
     """True if `noted` is to be called in the next step."""
 
-    needs_next_step = False
-    """True if there may be no pause after this step."""
-
     def noted(self, phase: str, begins: bool) -> None:
         """A phase begins or ends now."""
 
@@ -93,7 +92,7 @@ class Listener:
         """The notes until the end of a step were read."""
 
     def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:
-        """This step has ended, after so many seconds in each phase. The first one is 1."""
+        """This step has ended, after so many seconds in each phase. The first one is 1.
 
-    def pauses(self, begins: bool) -> None:
-        """A pause begins or ends, in which only steps are counted."""
+        `seconds` is empty when enough steps are measured.
+        """

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter, deque
 from functools import partial
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
@@ -162,36 +163,23 @@ def name_of(container: Any) -> str:
     Variables of functions have names from Python 3.13 on. Before, reading them leaves a copy in the
     function's frame, which would keep a batch alive.
     """
-    for frame in frames():
+    tops = sys._current_frames().values()
+    for frame in [one for top in tops for one, _ in walk_stack(top) if is_of_program(one.f_code)]:
         if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             continue
         for name, value in frame.f_locals.items():
             if value is container:
                 return f"{name} of {Path(frame.f_code.co_filename).name}"
     for holder in gc.get_referrers(container):
-        is_dict = type(holder) is dict
-        for owner in gc.get_referrers(holder) if is_dict else [holder]:
+        for owner in gc.get_referrers(holder) if type(holder) is dict else [holder]:
             names = getattr(owner, "__dict__", None)
-            if type(names) is not dict or (is_dict and names is not holder) or _is_library(owner):
+            if type(names) is not dict or _is_library(owner):
                 continue
             for name, value in names.items():
                 if value is container:
                     kind = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__name__
                     return f"{kind}.{name}"
     return ""
-
-
-def frames() -> list[FrameType]:
-    """Return the program's frames of all threads."""
-    found = []
-    for frame in sys._current_frames().values():
-        inner: FrameType | None = frame
-        while inner is not None:
-            if is_of_program(inner.f_code):
-                found.append(inner)
-            inner = inner.f_back
-    del frame, inner  # one is this frame, which would keep itself and its callers alive
-    return found
 
 
 def _is_library(owner: Any) -> bool:

@@ -1,35 +1,51 @@
-"""`Monitor`: how much memory a program takes over time, and whether it grows."""
+"""`Monitor`: whether the memory of a program grows from step to step, and what makes it grow."""
 
-import csv
+import gc
+import os
 import threading
-import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import wraps
+import time
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ampfuse._graphs import eager_only
+from ampfuse._graphs import eager_only, uses_gpu
+from ampfuse._nested import params_of, states_of
 from ampfuse._texts import size_text
-from ampfuse.tools.background import Background
-from ampfuse.tools.hooks import hook_backward, hook_steps, only_measures
-from ampfuse.tools.memory.record import BACKWARD, FORWARD, STEP
-from ampfuse.tools.memory.step_memory import Sample, StepMemory, keep
+from ampfuse.tools.hooks import FirstOptimizer, only_measures
+from ampfuse.tools.memory.growth import Look, Suspect, storages_of
+
+WINDOW = 20  # growth is computed after so many steps, and later more rarely
+POINTS = 24  # most samples that growth is computed from, evenly over the second half of all
+KEPT = 2**14  # samples; a longer list would itself be memory that grows
+LEAST_SPACING = 0.02  # seconds between two samples; one takes up to 50 µs
+LEAST_GROWTH = 2**20  # bytes over these steps; less is noise
+LEAST_STEADY = 0.9  # of all pairs of steps, the part in which the later one must have more memory
 
 
-class Monitor(StepMemory):
-    """Samples the memory of the process and of its GPU while a program trains.
+class Sample(NamedTuple):
+    """The memory after a step, in bytes."""
 
-    Steps are those of the first optimizer, outside of compiled functions. A thread takes samples
-    every `interval` seconds. Samples are also taken after steps, at most one every 20 ms. If memory
-    grows from step to step, the allocations of two steps are recorded, and `suspects` names the
-    lines and containers that hold the memory. The host does not wait for the GPU.
+    step: int
+    host: int
+    """The physical memory of the process."""
+    allocated: int
+    """Memory of torch's tensors on the GPU."""
+
+
+class Monitor:
+    """Finds out whether the memory of a program grows from step to step, and why.
+
+    Steps are those of the first optimizer, outside of compiled functions. The memory of the process
+    and of its GPU is read after steps, at most every 20 ms. If it grows, the allocations of two
+    steps are recorded, and `suspects` names the lines and containers that hold the memory. The host
+    does not wait for the GPU.
 
     Args:
-        interval: Seconds between two samples.
         find_leaks: Record the allocations of two steps if memory grows.
 
     Examples:
@@ -42,145 +58,126 @@ class Monitor(StepMemory):
         ...         optimizer.step()
         >>> monitor.steps, monitor.growth() is None
         (3, True)
-        >>> monitor.write_csv("/tmp/memory.csv")
     """
 
-    def __init__(self, interval: float = 0.1, *, find_leaks: bool = True) -> None:
-        super().__init__(find_leaks=find_leaks)
-        self.interval = interval
+    def __init__(self, *, find_leaks: bool = True) -> None:
+        self.steps = 0
+        """The number of steps so far."""
         self.samples: list[Sample] = []
-        """All samples. If there are many, only every second, fourth, … of the older ones."""
-        self._first: weakref.ref[Optimizer] | None = None
-        self._device_of_program = 0
-        self._thread_of_program = threading.get_ident()
-        self._exits = ExitStack()
+        """The memory after steps. If there are many, only every second, fourth, … older one."""
+        self.suspects: list[Suspect] = []
+        """What holds the memory that grows."""
+        self._finds_leaks = find_leaks
+        self._look: Look | None = None
+        self._next_sample = 0.0
+        self._next_test = WINDOW  # for growth, after so many steps
+        self._first = FirstOptimizer()
 
     def __enter__(self) -> "Monitor":
-        """Begin to sample."""
-        self._thread_of_program = threading.get_ident()
-        hook_steps(self._exits, self._before_step, self._after_step)
-        hook_backward(self._exits, self._marked)
-        self._background = Background(self._run)
+        """Begin to follow the steps of this thread."""
+        self._thread = threading.get_ident()
+        self._handle = register_optimizer_step_post_hook(self._after_step)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop sampling."""
-        self._background.stop()
-        self._exits.close()
+        """Stop."""
+        self._handle.remove()
         self.stop_looking()
-
-    def peak(self) -> Sample:
-        """Return the sample with most memory: on the GPU if the program uses one.
-
-        Raises:
-            ValueError: There are no samples yet.
-        """
-        if not self.samples:
-            raise ValueError("Monitor: there are no samples yet")
-        return max(self.samples, key=lambda one: (one.allocated, one.host))
-
-    def __str__(self) -> str:
-        """Return peak, growth and suspects as text."""
-        if not self.samples:
-            return "no samples yet"
-        peak = self.peak()
-        size = peak.allocated or peak.host
-        place = "GPU" if peak.allocated else "host"
-        lines = [f"peak {size_text(size)} on the {place}, in step {peak.step}, {peak.phase}"]
-        growth = self.growth()
-        if not self._second_half():
-            lines.append(f"{self.steps} steps are too few to tell whether memory grows")
-        elif growth is None:
-            lines.append(f"no growth over {self.steps} steps")
-        else:
-            lines.append(f"memory grows by {size_text(growth)} a step")
-        for one in self.suspects:
-            if one.bytes:
-                place = f"  {one.where} {one.what}".rstrip()
-                lines.append(f"{place}: {size_text(one.bytes)} a step")
-            else:
-                lines.append(f"  {one.where} has become a {one.what}")
-        return "\n".join(lines)
-
-    def write_csv(self, path: str | Path) -> None:
-        """Write all samples as a table with the fields of `Sample`.
-
-        Args:
-            path: The file, which is overwritten.
-        """
-        with Path(path).open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(Sample._fields)
-            writer.writerows(self.samples)
-
-    def plot(self, path: str | Path) -> None:
-        """Draw memory over time, with a mark for each step. This needs matplotlib.
-
-        Args:
-            path: The picture's file; its ending chooses the format.
-        """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(9, 3.5), layout="constrained")
-        axes = figure.add_subplot(xlabel="seconds", ylabel="MiB", title="Memory")
-        seconds = [one.seconds for one in self.samples]
-        for name in ("host", "allocated", "reserved"):
-            sizes = [getattr(one, name) / 2**20 for one in self.samples]
-            if any(sizes):
-                label = name if name == "host" else f"{name} on the GPU"
-                axes.plot(seconds, sizes, label=label, linewidth=1)
-        for end in self.ends:
-            axes.axvline(end.seconds, color="#dddddd", linewidth=0.5, zorder=0)
-        axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-        figure.savefig(path, dpi=150)
-
-    def _run(self, done: threading.Event) -> None:
-        while not done.wait(self.interval):
-            keep(self.samples, self._sample())
-
-    def _marked(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `torch.autograd.backward` with a note that it is running."""
-
-        @wraps(backward)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return backward(*args, **kwargs)
-            before, self._phase = self._phase, BACKWARD
-            try:
-                return backward(*args, **kwargs)
-            finally:
-                self._phase = before
-
-        return marked
-
-    @only_measures
-    @eager_only
-    def _before_step(self, *_: Any) -> None:
-        self._phase = STEP
 
     @only_measures
     @eager_only
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._phase = FORWARD
-        if self._first is None or self._first() is None:
-            self._first = weakref.ref(optimizer)
-        if self._first() is not optimizer or threading.get_ident() != self._thread_of_program:
-            return
-        self.end_step(optimizer, self.steps + 1)
+        if self._first.matches(optimizer) and threading.get_ident() == self._thread:
+            self.end_step(optimizer)
 
-    def keep_end(self, sample: Sample) -> None:
-        """Keep the sample after a step.
+    @property
+    def is_looking(self) -> bool:
+        """True while the allocations of steps are recorded."""
+        return self._look is not None
+
+    def end_step(self, optimizer: Optimizer, may_look: bool = True) -> None:
+        """Sample after a step, and look for leaks: a `with` statement makes these calls itself.
 
         Args:
-            sample: The sample.
+            optimizer: The optimizer that has stepped.
+            may_look: Whether allocations may be recorded now.
         """
-        keep(self.samples, sample)
-        super().keep_end(sample)
+        self.steps += 1
+        now = time.perf_counter()
+        if now >= self._next_sample:
+            self._next_sample = now + LEAST_SPACING
+            if len(self.samples) >= KEPT:
+                del self.samples[1:-1:2]
+            allocated = torch.cuda.memory_allocated() if uses_gpu() else 0
+            self.samples.append(Sample(self.steps, host_memory(), allocated))
+        if self._look is not None:
+            if self._look.end_step():
+                self.suspects = self._look.suspects(storages_of(_kept(optimizer)))
+                self._look = None
+                self._finds_leaks = False
+        elif self._is_suspicious() and may_look and Look.may_begin():
+            gc.collect()
+            self._look = Look()
 
-    def _device(self) -> int:
-        """Return the GPU of the program: each thread has its own."""
-        if threading.get_ident() == self._thread_of_program:
-            self._device_of_program = super()._device()
-        return self._device_of_program
+    def _is_suspicious(self) -> bool:
+        if not self._finds_leaks or self.steps < self._next_test:
+            return False
+        self._next_test = self.steps + max(WINDOW, self.steps // 4)
+        return self.growth() is not None
+
+    def stop_looking(self) -> None:
+        """End the recording of allocations, if there is one."""
+        if self._look is not None:
+            self._look.stop()
+
+    def growth(self) -> float | None:
+        """Return the bytes by which memory grows per step, or None if it does not grow."""
+        if len(self.samples) < WINDOW:
+            return None
+        half = self.samples[len(self.samples) // 2 :]
+        steps, *sizes = zip(*half[:: -(-len(half) // POINTS)], strict=True)
+        slopes = [slope(steps, of_device) for of_device in sizes]
+        return max((value for value in slopes if value is not None), default=None)
+
+    def __str__(self) -> str:
+        """Return growth and suspects as text."""
+        growth = self.growth()
+        if len(self.samples) < WINDOW:
+            return f"{self.steps} steps are too few to tell whether memory grows"
+        if growth is None:
+            return f"no growth over {self.steps} steps"
+        lines = [f"memory grows by {size_text(growth)} a step"]
+        for where, what, size in self.suspects:
+            if size:
+                lines.append(f"{f'  {where} {what}'.rstrip()}: {size_text(size)} a step")
+            else:
+                lines.append(f"  {where} has become a {what}")
+        return "\n".join(lines)
+
+
+def host_memory() -> int:
+    """Return the physical memory of this process; 0 if it cannot be read."""
+    # Pages of files, for example of a dataset that is mapped into memory, can be dropped.
+    try:
+        resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    except OSError:  # the process may have reached its limit of open files
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def slope(steps: tuple[int, ...], sizes: tuple[int, ...]) -> float | None:
+    """Return the median growth per step, or None if the numbers do not grow steadily."""
+    pairs = [(i, j) for j in range(len(sizes)) for i in range(j)]
+    slopes = [(sizes[j] - sizes[i]) / (steps[j] - steps[i]) for i, j in pairs]
+    steady = sum(value > 0 for value in slopes) / len(slopes)
+    growth = median(slopes)
+    is_steady = steady > LEAST_STEADY and growth * (steps[-1] - steps[0]) >= LEAST_GROWTH
+    return growth if is_steady else None
+
+
+def _kept(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors that stay from step to step: parameters, gradients and state."""
+    params = params_of(optimizer)
+    state = (value for entries in states_of(optimizer) for value in entries.values())
+    grads = (param.grad for param in params)
+    return [one for one in (*params, *grads, *state) if isinstance(one, Tensor)]
