@@ -5,13 +5,13 @@ import importlib
 import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
 from ampfuse.env import describe
 from ampfuse.patching import patch
-from ampfuse.patching.parts import PARTS
 from ampfuse.patching.scalers import RECORDING
 from ampfuse.tools.command import charts, options, program, report, show
 from ampfuse.tools.diagnosis.diagnosis import Diagnosis
@@ -22,12 +22,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if arguments and arguments[0] in ("memory", "compare", "advise"):
         importlib.import_module(f"ampfuse.tools.command.{arguments[0]}").main(arguments[1:])
     chosen = options.parse(arguments)
-    if chosen.name == "env" and not chosen.is_module:
+    name, *words = chosen.words
+    if name == "env" and not chosen.is_module:
         show.table(describe())
         sys.exit()
     if chosen.parts:
         RECORDING.history = report.RECORDED_UPDATES
-        patch(*chosen.parts)
+        patch(*(part.name for part in chosen.parts))
     diagnosis = Diagnosis()
     ending = Ending(chosen, diagnosis)
     # At exit Python joins the program's threads, and then calls the registered functions in reverse
@@ -35,21 +36,21 @@ def main(arguments: Sequence[str]) -> NoReturn:
     atexit.register(ending.write_report)
     run = program.run_module if chosen.is_module else program.run_script
     try:
-        raised = run(chosen.name, chosen.arguments)
+        raised = run(name, words)
     except program.NoProgramError as error:
         atexit.unregister(ending.write_report)
         options.refuse(str(error))
     ending.note(raised)
     program.report_exception(raised)
     if chosen.plot is not None:
-        show.import_for_plots()
+        charts.import_matplotlib()
     program.end_as_after(raised)
 
 
 class Ending:
     """Reports how a program ended, in the ways that the command line requests."""
 
-    def __init__(self, chosen: options.Options, diagnosis: Diagnosis) -> None:
+    def __init__(self, chosen: Namespace, diagnosis: Diagnosis) -> None:
         self.chosen = chosen
         self.diagnosis = diagnosis
         self._ended = "while it ran"  # remains if exit handlers run before note()
@@ -73,9 +74,10 @@ class Ending:
         chosen = self.chosen
         with _printing_errors():
             self.diagnosis.stop()
-            parts = [PARTS[name] for name in chosen.parts]
             seconds = time.perf_counter() - self._start
-            summary = report.report(chosen.name, parts, self.diagnosis, seconds, self._ended)
+            summary = report.report(
+                chosen.words[0], chosen.parts, self.diagnosis, seconds, self._ended
+            )
             with _printing_errors():
                 if chosen.json is not None:
                     report.write(summary, chosen.json)
@@ -83,8 +85,8 @@ class Ending:
                 if not chosen.quiet:
                     (show.failure if self._has_failed else show.summary)(summary)
             with _printing_errors():
-                if chosen.plot is not None and not charts.plot(summary, chosen.plot):
-                    show.say("--plot: there were too few steps, and no scaler that was updated")
+                if chosen.plot is not None:
+                    charts.plot(summary, chosen.plot)
         if self._is_interrupted:
             program.end_by_interrupt()
 

@@ -14,8 +14,8 @@ from ampfuse.tools.diagnosis.phases import PHASES
     [
         ("missing.py", "cannot read missing.py: No such file or directory"),
         (".", ". is a folder, not a script"),
-        ("-m missing.module", "cannot find module missing.module: No module named 'missing'"),
-        ("-m missing", "there is no module missing"),
+        ("-m missing.module", "No module named 'missing'"),
+        ("-m missing", "No module named missing"),
         (
             "--only adamw x.py",
             "expected parts among scaler, optimizers, cross_entropy, clip_grad_norm, got 'adamw'",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ampfuse.tools.command.options import Parser, check_files, refuse
+from ampfuse.tools.command.options import Parser, refuse
 from ampfuse.tools.command.report import in_json
 from ampfuse.tools.command.show import say
 from ampfuse.tools.precision import show
@@ -52,17 +52,24 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 def parse(arguments: Sequence[str]) -> tuple[Program, Namespace]:
     """Parse the command line."""
-    parser = Parser(USAGE, "Find the precision that suits a program.", EPILOG)
-    steps_help = f"steps to take, {LEAST_STEPS} to {MOST_STEPS}; {STEPS} if not given"
-    options = [
-        parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=steps_help),
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to it"),
-        parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the losses"),
-    ]
-    given, is_module, words = parser.read(arguments, options)
-    check_files(given.json, given.plot)
+    parser = Parser(
+        usage=USAGE,
+        description="Find the precision that suits a program.",
+        epilog=EPILOG,
+        json="write all numbers to it",
+        plot="draw the losses",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=STEPS,
+        metavar="N",
+        help=f"steps to take, {LEAST_STEPS} to {MOST_STEPS}; {STEPS} if not given",
+    )
+    given = parser.read(arguments)
     if not LEAST_STEPS <= given.steps <= MOST_STEPS:
         refuse(f"--steps: expected {LEAST_STEPS} to {MOST_STEPS}, got {given.steps}")
+    words, is_module = given.words, given.is_module
     if not is_module and not Path(words[0]).is_file():
         refuse(f"advise: expected a file, which can run again, got {words[0]}")
     return Program(words, is_module, given.steps), given

@@ -12,10 +12,9 @@ import sys
 import tempfile
 import warnings
 import weakref
-from argparse import ArgumentTypeError
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader
 from ampfuse import checkpoint
 from ampfuse._texts import bytes_of, size_text
 from ampfuse.tools.command import program
-from ampfuse.tools.command.options import Parser, check_files, refuse
+from ampfuse.tools.command.options import Parser, checked, refuse
 from ampfuse.tools.hooks import hook_loaders, hook_saving
 from ampfuse.tools.memory.account import Account, account_of, recording
 from ampfuse.tools.memory.batch import search
@@ -41,19 +40,6 @@ examples:
   python -m ampfuse memory --batch 64 --plot memory.png train.py
   python -m ampfuse memory --fit 24GiB train.py"""
 TRIALS = 3  # after batches were doubled
-
-
-@dataclass(frozen=True)
-class Options:
-    """The parsed command line."""
-
-    words: list[str]  # the program's name and arguments
-    is_module: bool
-    device: str
-    batch: int | None
-    fit: int | None
-    json: Path | None
-    plot: Path | None
 
 
 class DoneError(BaseException):
@@ -82,7 +68,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     sys.exit(0)
 
 
-def run(chosen: Options) -> Account:
+def run(chosen: Namespace) -> Account:
     """Run two steps of the program."""
     steps = 0
     record: Record | None = None
@@ -189,9 +175,8 @@ def nothing_saved() -> Iterator[None]:
         yield
 
 
-def largest_batch(chosen: Options, account: Account, batches: list[int], folder: str) -> str:
+def largest_batch(chosen: Namespace, account: Account, batches: list[int], folder: str) -> str:
     """Return a sentence about the largest batch that fits, from accounts of other batches."""
-    assert chosen.fit is not None
     if not batches:
         refuse(
             "--fit: no torch.utils.data.DataLoader makes the program's batches. For other "
@@ -225,50 +210,29 @@ def largest_batch(chosen: Options, account: Account, batches: list[int], folder:
     return "\n".join([f"largest batch in {room}: {found}", *failures[:1]])
 
 
-def parse(arguments: Sequence[str]) -> Options:
+def parse(arguments: Sequence[str]) -> Namespace:
     """Parse the command line."""
     parser = Parser(
         usage=USAGE,
         description="Print what the memory of a program's training step is for.",
         epilog=EPILOG,
+        json="write the account to it",
+        plot="draw the account into it",
     )
-    options = [
-        parser.add_argument(
-            "--device",
-            choices=("cuda", "cpu"),
-            default="cuda",
-            help="the device the account is about; cuda unless given",
-        ),
-        parser.add_argument(
-            "--batch", type=int, metavar="N", help="the batch size of every DataLoader"
-        ),
-        parser.add_argument(
-            "--fit",
-            type=size_of,
-            metavar="SIZE",
-            help="find the largest batch that fits, for example into 24GiB",
-        ),
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write the account to it"),
-        parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the account into it"),
-    ]
-    given, is_module, words = parser.read(arguments, options)
-    check_files(given.json, given.plot)
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="the device the account is about; cuda unless given",
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="the batch size of every DataLoader")
+    parser.add_argument(
+        "--fit",
+        type=checked(bytes_of),
+        metavar="SIZE",
+        help="find the largest batch that fits, for example into 24GiB",
+    )
+    given = parser.read(arguments)
     if given.batch is not None and given.batch < 1:
         refuse(f"--batch: expected at least 1, got {given.batch}")
-    return Options(
-        words=words,
-        is_module=is_module,
-        device=given.device,
-        batch=given.batch,
-        fit=given.fit,
-        json=given.json and given.json.absolute(),
-        plot=given.plot and given.plot.absolute(),
-    )
-
-
-def size_of(text: str) -> int:
-    """Return the bytes of a text like `24GiB`."""
-    try:
-        return bytes_of(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
+    return given

@@ -3,16 +3,15 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 import ampfuse
 from ampfuse.patching.parts import PARTS, chosen
-from ampfuse.tools.command.show import why_no_plot
 
 USAGE = """python -m ampfuse [options] script.py [arguments of the script]
        python -m ampfuse [options] -m module [arguments of the module]
@@ -50,17 +49,7 @@ what is gained, measured:
   python -m ampfuse compare torch.json ours.json"""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The parsed command line."""
-
-    name: str  # a script ("-" for standard input), a module, or "env"
-    is_module: bool
-    arguments: list[str]
-    parts: list[str]
-    json: Path | None
-    plot: Path | None
-    quiet: bool
+PICTURES = (".png", ".pdf", ".svg")
 
 
 def refuse(why: str) -> NoReturn:
@@ -69,23 +58,13 @@ def refuse(why: str) -> NoReturn:
     sys.exit(2)
 
 
-def check_files(json: Path | None, plot: Path | None) -> None:
-    """Refuse files that cannot be written when the program has ended."""
-    for name, file in (("--json", json), ("--plot", plot)):
-        if file is not None and not file.parent.is_dir():
-            refuse(f"{name}: there is no folder {file.parent}")
-        if file is not None and not os.access(file if file.exists() else file.parent, os.W_OK):
-            refuse(f"{name}: {file} cannot be written")
-        if file is not None and file.is_dir():
-            refuse(f"{name}: {file} is a folder")
-    if plot is not None and (why := why_no_plot(plot)):
-        refuse(f"--plot: {why}")
-
-
 class Parser(argparse.ArgumentParser):
-    """A parser of our own options, which stand before a program. Its errors are one line."""
+    """A parser of our own options, which stand before a program. Its errors are one line.
 
-    def __init__(self, usage: str, description: str, epilog: str) -> None:
+    `json` and `plot` are the help of the two options that all commands have.
+    """
+
+    def __init__(self, *, usage: str, description: str, epilog: str, json: str, plot: str) -> None:
         super().__init__(
             usage=usage,
             description=description,
@@ -93,89 +72,70 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self.add_argument("--json", type=checked(output), metavar="FILE", help=json)
+        self.add_argument("--plot", type=checked(picture), metavar="FILE", help=plot)
 
-    def read(
-        self, arguments: Sequence[str], valued: Iterable[argparse.Action]
-    ) -> tuple[argparse.Namespace, bool, list[str]]:
-        """Return our options, True if a module follows, and the program's name with its arguments.
-
-        `valued`: the options that take a value.
-        """
-        names = {name for option in valued for name in option.option_strings}
-        own, is_module, words = parted(arguments, names)
-        given = self.parse_args(own)
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Return our options, with `words`, the program's name and arguments, and `is_module`."""
+        valued = {
+            name
+            for action in self._actions
+            if action.nargs is None  # it takes one value
+            for name in action.option_strings
+        }
+        own, is_module, words = parted(arguments, valued)
+        given = self.parse_args(own, argparse.Namespace(is_module=is_module, words=words))
         if not words:
             self.print_usage(sys.stderr)
             sys.exit(2)
-        return given, is_module, words
+        return given
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""
         refuse(message)
 
 
-def parse(arguments: Sequence[str]) -> Options:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. Our options end at the program's name; the rest is the program's."""
-    parser, valued = _parser()
-    given, is_module, words = parser.read(arguments, valued)
-    if words[0] == "env" and not is_module and len(words) > 1:
-        refuse(f"env takes no arguments, got {words[1]}")
-    check_files(given.json, given.plot)
-    parts = [
-        part
-        for part in PARTS
-        if (given.only is None or part in given.only) and part not in (given.without or ())
-    ]
-    return Options(
-        name=words[0],
-        is_module=is_module,
-        arguments=words[1:],
-        parts=parts,
-        json=given.json and given.json.absolute(),  # the program may change the working folder
-        plot=given.plot and given.plot.absolute(),
-        quiet=given.quiet,
-    )
-
-
-def _parser() -> tuple[Parser, list[argparse.Action]]:
-    """Return the parser of our own options, and those that take a value."""
     parser = Parser(
         usage=USAGE,
         description=DESCRIPTION,
         epilog=EPILOG,
+        json="write the report to a file, as JSON",
+        plot="draw steps, memory and loss scale; needs matplotlib",
     )
-    valued = [
+    for name, help in (("--only", "only these parts"), ("--without", "all parts but these")):
         parser.add_argument(
-            "--only", action="extend", type=_parts, metavar="PARTS", help="replace only these parts"
-        ),
-        parser.add_argument(
-            "--without",
+            name,
             action="extend",
-            type=_parts,
+            default=[],
+            type=names_in,
             metavar="PARTS",
-            help="replace all parts but these",
-        ),
-        parser.add_argument(
-            "--json", type=Path, metavar="FILE", help="write the report to a file, as JSON"
-        ),
-        parser.add_argument(
-            "--plot",
-            type=Path,
-            metavar="FILE",
-            help="draw steps, memory and loss scale; needs matplotlib",
-        ),
-    ]
+            help=f"replace {help}",
+        )
     parser.add_argument("--quiet", action="store_true", help="print no summary")
     version = f"ampfuse {ampfuse.__version__}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version, help="print the versions")
-    return parser, valued
+    given = parser.read(arguments)
+    if given.words[0] == "env" and not given.is_module and len(given.words) > 1:
+        refuse(f"env takes no arguments, got {given.words[1]}")
+    try:
+        given.parts = chosen(given.only, given.without)
+    except ValueError as error:
+        refuse(str(error))
+    return given
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names in a text, with commas between them."""
+    return [name.strip() for name in text.split(",")]
 
 
 def parted(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], bool, list[str]]:
     """Return our options, True if a module follows, and the program's name with its arguments.
 
     The syntax is Python's: `-mpackage` is a module, `--` may stand before a script, and `-` is a
-    script on standard input.
+    script on standard input. `valued`: the options that take a value.
     """
     words = list(arguments)
     index = 0
@@ -192,10 +152,34 @@ def parted(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], bool,
     return words, False, []
 
 
-def _parts(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    try:
-        chosen(names, without=())
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return names
+def checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a function that converts an option's value, whose ValueError is the parser's error."""
+
+    def converted(text: str) -> Any:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return converted
+
+
+def output(name: str) -> Path:
+    """Return a file that can be written when the program has ended, wherever that goes."""
+    file = Path(name)
+    if not file.parent.is_dir():
+        raise ValueError(f"there is no folder {file.parent}")
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{file} cannot be written")
+    return file.absolute()
+
+
+def picture(name: str) -> Path:
+    """Return a file for a plot. The program may configure matplotlib before its first import."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("needs matplotlib: pip install matplotlib")
+    if Path(name).suffix not in PICTURES:
+        raise ValueError(f"expected a file that ends in {', '.join(PICTURES)}, got {name}")
+    return output(name)

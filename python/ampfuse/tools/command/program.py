@@ -1,13 +1,11 @@
 """Runs a program as Python itself would: as `__main__`, with its own arguments and path."""
 
 import builtins
-import importlib.util
 import os
+import runpy
 import sys
-import traceback
 from contextlib import suppress
-from importlib.abc import InspectLoader
-from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
+from importlib.machinery import BuiltinImporter, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
@@ -50,17 +48,11 @@ def run_module(name: str, arguments: list[str]) -> BaseException | None:
     """Run `python -m name arguments...`; return the exception that it raised, or None."""
     sys.argv = ["-m", *arguments]  # for parent packages, which are imported first
     try:
-        spec = _found(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            name += ".__main__"
-            spec = _found(name)
-    except _RaisedByPackageError as error:
-        return error.__cause__
-    except (ImportError, ValueError) as error:
-        raise NoProgramError(f"cannot find module {name}: {error}") from None
-    code = spec.loader.get_code(name) if spec and isinstance(spec.loader, InspectLoader) else None
-    if spec is None or code is None:
-        raise NoProgramError(f"there is no module {name}")
+        _, spec, code = runpy._get_module_details(name, NoProgramError)  # type: ignore[attr-defined]
+    except NoProgramError:
+        raise
+    except BaseException as error:  # raised by a parent package
+        return without_first_frame(error)
     sys.argv = [str(spec.origin), *arguments]
     return _run(
         code,
@@ -71,24 +63,6 @@ def run_module(name: str, arguments: list[str]) -> BaseException | None:
         __package__=spec.parent,
         __spec__=spec,
     )
-
-
-class _RaisedByPackageError(Exception):
-    """A module's parent package raised the exception `__cause__` while it was imported."""
-
-
-def _found(name: str) -> ModuleSpec | None:
-    """Import a module's parent package, and return the module's spec or None."""
-    package = name.rpartition(".")[0]
-    if package:
-        try:
-            importlib.import_module(package)
-        except BaseException as error:
-            missing = error.name if isinstance(error, ImportError) else None
-            if missing is not None and f"{package}.".startswith(f"{missing}."):
-                raise
-            raise _RaisedByPackageError from error
-    return importlib.util.find_spec(name)
 
 
 def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException | None:
@@ -105,10 +79,13 @@ def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException 
     except SystemExit as error:
         return SystemExit(error.code)  # a new one, without the program's frames
     except BaseException as error:  # any exception is passed on
-        traceback = error.__traceback__
-        assert traceback is not None  # its first frame is this one
-        return error.with_traceback(traceback.tb_next)
+        return without_first_frame(error)
     return None
+
+
+def without_first_frame(error: BaseException) -> BaseException:
+    """Return an exception without the frame that has caught it, which is ours."""
+    return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 
 
 def report_exception(raised: BaseException | None) -> None:
@@ -119,16 +96,7 @@ def report_exception(raised: BaseException | None) -> None:
     sys.last_type, sys.last_value, sys.last_traceback = found
     if sys.version_info >= (3, 12):
         sys.last_exc = raised
-    try:
-        sys.excepthook(*found)
-    except SystemExit:
-        raise
-    except BaseException as failed:
-        print("Error in sys.excepthook:", file=sys.stderr)
-        hooks_own = failed.__traceback__ and failed.__traceback__.tb_next
-        traceback.print_exception(failed.with_traceback(hooks_own))
-        print("\nOriginal exception was:", file=sys.stderr)
-        traceback.print_exception(*found)
+    sys.excepthook(*found)
 
 
 def end_by_interrupt() -> None:

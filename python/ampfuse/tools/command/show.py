@@ -3,13 +3,10 @@
 import math
 import sys
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TextIO
 
 from ampfuse.tools.diagnosis.phases import FIRST_STEPS, LEAST_STEPS
 
-PICTURES = (".png", ".pdf", ".svg")
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
 
@@ -134,21 +131,3 @@ def say(sentence: str) -> None:
 def _listening() -> TextIO | None:
     stream = sys.__stderr__
     return None if stream is None or stream.closed else stream
-
-
-def why_no_plot(path: Path) -> str | None:
-    """Return why no plot can be written to `path`, or None.
-
-    matplotlib is not imported here, since the program may want to configure it first.
-    """
-    if find_spec("matplotlib") is None:
-        return "needs matplotlib: pip install matplotlib"
-    if path.suffix not in PICTURES:
-        return f"expected a file that ends in {', '.join(PICTURES)}, got {path.name}"
-    return None
-
-
-def import_for_plots() -> None:
-    """Import matplotlib while threads can still start: its first import uses one to find fonts."""
-    with suppress(Exception):  # plot() will raise it again
-        import matplotlib.figure  # noqa: F401
