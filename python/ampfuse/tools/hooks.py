@@ -1,4 +1,4 @@
-"""The hooks by which tools follow a program: steps, backward passes, scalers, loaders and saves.
+"""The hooks by which tools follow a program: steps, backward passes, scalers and saves.
 
 All of them end when an ExitStack closes. Hooks of optimizers only measure: an optimizer may skip
 steps on the device in spite of them. Other hooks could notice that, so the host decides for them.
@@ -12,9 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_optimizers
-from torch.utils.data import DataLoader
-from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ampfuse import checkpoint
 from ampfuse.amp import GradScaler
@@ -52,13 +49,6 @@ class FirstOptimizer:
 
 Around = Callable[[Any], Callable[..., Any]]  # takes a function, and returns what replaces it
 
-LOADER_METHODS: dict[str, list[tuple[Any, str]]] = {
-    "init": [(DataLoader, "__init__")],
-    "iterate": [(DataLoader, "__iter__")],
-    "follow": [(_BaseDataLoaderIter, "__next__")],
-    "fetch": [(_MapDatasetFetcher, "fetch"), (_IterableDatasetFetcher, "fetch")],
-}
-
 
 def hook_backward(exits: ExitStack, around: Around) -> None:
     """Replace `torch.autograd.backward`, to which all backward passes come."""
@@ -69,16 +59,6 @@ def hook_scalers(exits: ExitStack, around: Around, *methods: str) -> None:
     """Replace methods of all scalers."""
     for name in methods:
         replace(exits, GradScaler, name, around(getattr(GradScaler, name)))
-
-
-def hook_loaders(exits: ExitStack, **arounds: Around) -> None:
-    """Replace methods of DataLoader, of its iterators and of what fetches batches for them.
-
-    `init`, `iterate`: of a loader. `follow`: an iterator's next batch. `fetch`: in a worker.
-    """
-    for kind, around in arounds.items():
-        for owner, name in LOADER_METHODS[kind]:
-            replace(exits, owner, name, around(getattr(owner, name)))
 
 
 def hook_saving(

@@ -13,18 +13,20 @@ import tempfile
 import warnings
 import weakref
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ampfuse import checkpoint
 from ampfuse._texts import bytes_of, size_text
 from ampfuse.tools.command import program
 from ampfuse.tools.command.options import Parser, checked, refuse
-from ampfuse.tools.hooks import hook_loaders, hook_saving
+from ampfuse.tools.hooks import replace
 from ampfuse.tools.memory.account import Account, account_of, recording
 from ampfuse.tools.memory.batch import search
 from ampfuse.tools.memory.record import Record
@@ -100,15 +102,6 @@ def run(chosen: Namespace) -> Account:
     )
 
 
-def first_batch(arguments: dict[str, Any]) -> int:
-    """Return the size of the first batch of a loader with these arguments."""
-    sampler, batch = arguments.get("sampler"), int(arguments.get("batch_size", 1))
-    try:
-        return min(batch, len(arguments["dataset"] if sampler is None else sampler))
-    except TypeError:  # an iterable dataset
-        return batch
-
-
 @contextmanager
 def loaders(batch: int | None) -> Iterator[list[int]]:
     """Make loaders load in this process, with another batch size if one is given.
@@ -116,62 +109,48 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
     Return a list to which the batch size of a loader is added for each batch that it gives.
     """
     signature = inspect.signature(DataLoader.__init__)
+    original_init, original_next = DataLoader.__init__, _BaseDataLoaderIter.__next__
     seen: list[int] = []
-    # The batch sizes of loaders and of their iterators.
-    sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by batch samplers
 
-    def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
         for name in ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout"):
             given.pop(name, None)
         given |= {"num_workers": 0, "pin_memory": False}
-        makes_batches = given.get("batch_sampler") is None and given.get("batch_size", 1)
-        if makes_batches and batch is not None:
-            given["batch_size"] = batch
-        if makes_batches:
-            # A smaller batch would have another account. Only a program's own batch may be larger
-            # than its dataset, since a trial must not count samples that are not there.
-            size = int(given.get("batch_size", 1)) if batch is not None else first_batch(given)
-            given["drop_last"] = size == given.get("batch_size", 1)
-            sizes[self] = size
-        original(**given)
+        own_size = given.get("batch_size", 1)
+        if given.get("batch_sampler") is not None or own_size is None:
+            original_init(**given)
+            return
+        given["batch_size"] = size = own_size if batch is None else batch
+        # A smaller batch would have another account. Only a program's own batch may be larger than
+        # its dataset, since a trial must not count samples that are not there.
+        if batch is None:
+            samples = given["dataset"] if given.get("sampler") is None else given["sampler"]
+            with suppress(TypeError):  # of an iterable dataset, which has no length
+                size = min(size, len(samples))
+        given["drop_last"] = size == given["batch_size"]
+        original_init(**given)
+        sizes[self.batch_sampler] = size
 
-    def begin(iterate: Any, self: Any) -> Any:
-        batches = iterate(self)
-        if self.batch_size is not None:
-            sizes[batches] = sizes.get(self, self.batch_size)
-        return batches
-
-    def following(follow: Any, self: Any) -> Any:
-        batch = follow(self)
-        if self in sizes:
-            seen.append(sizes[self])
-        return batch
+    def follow(self: Any) -> Any:
+        result = original_next(self)
+        if self._index_sampler in sizes:
+            seen.append(sizes[self._index_sampler])
+        return result
 
     with ExitStack() as exits:
-        hook_loaders(exits, init=bound(init), iterate=bound(begin), follow=bound(following))
+        replace(exits, DataLoader, "__init__", init)
+        replace(exits, _BaseDataLoaderIter, "__next__", follow)
         yield seen
-
-
-def bound(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
-    """Return a function that gives `function` the method that it replaces as first argument."""
-
-    def around(original: Any) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs)
-
-        return call
-
-    return around
 
 
 @contextmanager
 def nothing_saved() -> Iterator[None]:
     """Make functions that save do nothing: weights have no meaning, and would overwrite others."""
     with ExitStack() as exits:
-        nothing = {"save": lambda save: lambda *_, **__: None}
-        no_run = {"save": lambda save: lambda path, **_: checkpoint.Saving(Path(path))}
-        hook_saving(exits, nothing, no_run)
+        replace(exits, torch, "save", lambda *_, **__: None)
+        replace(exits, checkpoint, "save", lambda path, **_: checkpoint.Saving(Path(path)))
         yield
 
 

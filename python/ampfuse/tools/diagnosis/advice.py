@@ -27,8 +27,6 @@ MANY_COMPILATIONS = 3
 LEAST_LOGITS = 2**20  # bytes
 FEW_CORES = 4
 MANY_STEPS = 100
-MOST_WORKERS = 64
-MUCH_PREFETCHED = 8
 MOSTLY = 0.5
 
 
@@ -55,25 +53,22 @@ def about_input(loader: Loader, per_step: float, wait: float, rest: float) -> st
     `per_step`: batches of a step, more than one if gradients are accumulated.
     """
     share = f"{wait / (wait + rest):.0%} of a step ({wait:.1f} ms) waits for input"
-    cores = usable_cores()
     measured = loader.batch_time()
     # If it is not measured: a step takes as long as all workers together need for its batches.
-    batch = (wait + rest) * loader.workers / per_step if measured is None else 1e3 * measured.all
-    computing = batch if measured is None else 1e3 * measured.computing
+    batch = (wait + rest) * loader.workers / per_step if measured is None else 1e3 * measured
     needed = max(math.ceil(per_step * batch / rest), 1)
+    cores = usable_cores()
     if needed <= loader.workers:
-        advice = "send smaller batches, for example images as bytes"
-        if loader.prefetch_factor < MUCH_PREFETCHED:
-            advice = f"DataLoader(prefetch_factor={MUCH_PREFETCHED}) helps if some batches take "
-            advice += "longer than others; if not, send smaller ones, for example images as bytes"
-        return f"{share}, though {needed} of its {loader.workers} workers are enough: {advice}."
-    if math.ceil(per_step * computing / rest) <= cores and needed <= MOST_WORKERS:
-        now = f"num_workers={loader.workers}"
-        if computing < MOSTLY * batch or uses_gpu():
-            return f"{share} with {now}: DataLoader(num_workers={needed}) would hide it."
         return (
-            f"{share} with {now}: DataLoader(num_workers={needed}) would hide it, or a part of it, "
-            "since training on a CPU needs the cores, too."
+            f"{share}, though {needed} of its {loader.workers} workers are enough: a larger "
+            "prefetch_factor helps if some batches take longer than others; if not, send smaller "
+            "ones, for example images as bytes."
+        )
+    if needed <= cores:
+        cost = "" if uses_gpu() else ", or a part of it, since training on a CPU needs cores, too"
+        return (
+            f"{share} with num_workers={loader.workers}: DataLoader(num_workers={needed}) would "
+            f"hide it{cost}."
         )
     return (
         f"{share}: loading a batch takes {batch:.0f} ms, as much as {needed} workers could hide, "

@@ -6,34 +6,27 @@ Other workers are not measured: `Loader.batch_time` returns None.
 
 import json
 import mmap
-import struct
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ampfuse.tools.diagnosis.lines import Line, LineSampler
 from ampfuse.tools.diagnosis.phases import INPUT
-from ampfuse.tools.hooks import hook_loaders
+from ampfuse.tools.hooks import replace
 from ampfuse.tools.program_lines import Place
 
-SLOT = 1024  # bytes for each worker: batches, seconds, seconds of the CPU, then lines as JSON
-NUMBERS = struct.Struct("ddd")
+SLOT = 4096  # bytes that each worker shares with the program: JSON that ends with a zero
 MOST_LOADERS = 256
 LINES_KEPT = 3
-LINES_EVERY = 0.25  # seconds between two writings of lines
-
-
-class BatchTime(NamedTuple):
-    """The mean seconds that one process needs for a batch."""
-
-    all: float
-    computing: float
-    """The seconds in which it computes, without waits for a disk or a network."""
+PUBLISHED_EVERY = 0.25  # seconds
 
 
 @dataclass
@@ -42,63 +35,55 @@ class Loader:
 
     workers: int
     persistent_workers: bool
-    prefetch_factor: int
     trains: bool = False
     """True if a backward has followed one of its batches."""
     waited: float = 0.0
-    """Seconds that the program waited for batches in steps that are measured."""
+    """Seconds that the program waited for batches."""
     starts: list[float] = field(default_factory=list)
     """Seconds from the start of an iterator to its first batch, for each epoch."""
     batches: int = 0
-    """Batches that the program has taken in steps that are measured."""
+    """Batches that the program has taken."""
+    loaded: int = 0
+    """Batches that this process has loaded: the program, or in its own copy a worker."""
+    loading: float = 0.0
+    """The seconds that these batches took."""
     shared: Any = field(init=False)
-    """A slot for each worker, and one for the program itself."""
 
     def __post_init__(self) -> None:
-        """Allocate the slots."""
-        size = SLOT * (self.workers + 1)
-        self.shared = mmap.mmap(-1, size) if self.workers else bytearray(size)
+        """Allocate the memory that is shared with workers."""
+        self.shared = mmap.mmap(-1, SLOT * max(self.workers, 1))
 
-    @property
-    def options(self) -> tuple[int, bool, int]:
-        """The options of the DataLoader."""
-        return self.workers, self.persistent_workers, self.prefetch_factor
-
-    def note_batch(self, worker: int, seconds: float, computing: float) -> None:
-        """Count a batch that took this long in a worker; the program itself is the last one."""
-        offset = SLOT * worker
-        count, total, busy = NUMBERS.unpack_from(self.shared, offset)
-        NUMBERS.pack_into(self.shared, offset, count + 1, total + seconds, busy + computing)
-
-    def batch_time(self) -> BatchTime | None:
-        """Return the time of a batch, if it was measured."""
-        slots = [NUMBERS.unpack_from(self.shared, SLOT * i) for i in range(self.workers + 1)]
-        batches, seconds, computing = map(sum, zip(*slots, strict=True))
-        return BatchTime(seconds / batches, computing / batches) if batches else None
-
-    def note_lines(self, worker: int, lines: list[Line]) -> None:
-        """Note the lines in which a worker spends its time."""
+    def publish(self, worker: int, lines: list[Line]) -> None:
+        """Share what a worker has measured with the program, and its slowest lines."""
         kept = [(*line.place, line.share) for line in lines]
-        text = json.dumps(kept).encode()
-        if NUMBERS.size + len(text) < SLOT:
-            begin = SLOT * worker + NUMBERS.size
-            self.shared[begin : begin + len(text) + 1] = text + b"\0"
+        text = json.dumps([self.loaded, self.loading, kept]).encode() + b"\0"
+        if worker < self.workers and len(text) <= SLOT:
+            self.shared[SLOT * worker : SLOT * worker + len(text)] = text
+
+    def _published(self) -> Iterator[tuple[int, float, list[Any]]]:
+        for worker in range(self.workers):
+            text = self.shared[SLOT * worker : SLOT * (worker + 1)].partition(b"\0")[0]
+            try:
+                yield json.loads(text)
+            except ValueError:  # nothing was published, or a worker does so now
+                continue
+
+    def batch_time(self) -> float | None:
+        """Return the mean seconds that one process needs for a batch, if that was measured."""
+        measured = [(self.loaded, self.loading, []), *self._published()]
+        batches = sum(one[0] for one in measured)
+        return sum(one[1] for one in measured) / batches if batches else None
 
     def slowest_line(self) -> Line | None:
         """Return the line in which the workers spend most of their time."""
-        shares: dict[Place, float] = {}
-        measured = 0
-        for worker in range(self.workers):
-            begin = SLOT * worker + NUMBERS.size
-            text = self.shared[begin : SLOT * (worker + 1)].partition(b"\0")[0]
-            for where, what, call, share in json.loads(text or b"[]"):
-                place = Place(where, what, call)
-                shares[place] = shares.get(place, 0.0) + share
-            measured += bool(text)
+        of_workers = [lines for *_, lines in self._published() if lines]
+        shares: Counter[Place] = Counter()
+        for where, text, call, share in (line for lines in of_workers for line in lines):
+            shares[Place(where, text, call)] += share
         if not shares:
             return None
-        slowest = max(shares, key=lambda one: shares[one])
-        return Line(INPUT, slowest, shares[slowest] / measured)
+        place, share = shares.most_common(1)[0]
+        return Line(INPUT, place, share / len(of_workers))
 
 
 class LoaderWatch:
@@ -115,10 +100,15 @@ class LoaderWatch:
         self._of_iterator: dict[int, Loader] = {}
         self._of_dataset: dict[int, Loader] = {}
         self._started: dict[int, float] = {}  # when iterators that have no batch yet were started
-        self._in_worker = InWorker()
-        hook_loaders(
-            exits, iterate=self._timed_start, follow=self._timed_next, fetch=self._timed_fetch
-        )
+        self._sampler: LineSampler | None = None  # of a worker, in its process
+        self._last_published = 0.0
+        for owner, name, timed in (
+            (DataLoader, "__iter__", self._timed_start),
+            (_BaseDataLoaderIter, "__next__", self._timed_next),
+            (_MapDatasetFetcher, "fetch", self._timed_fetch),
+            (_IterableDatasetFetcher, "fetch", self._timed_fetch),
+        ):
+            replace(exits, owner, name, timed(getattr(owner, name)))
 
     def note_training(self, iterators: Iterable[int]) -> None:
         """Note that a backward has followed batches of these iterators."""
@@ -127,9 +117,9 @@ class LoaderWatch:
                 loader.trains = True
 
     def _known(self, loader: Any) -> Loader | None:
-        options = loader.num_workers, loader.persistent_workers, loader.prefetch_factor or 0
+        options = loader.num_workers, loader.persistent_workers
         known = self._of_dataset.get(id(loader.dataset))
-        if known is not None and known.options == options:
+        if known is not None and (known.workers, known.persistent_workers) == options:
             return known
         if len(self.loaders) >= MOST_LOADERS:
             return None
@@ -185,37 +175,18 @@ class LoaderWatch:
             if loader is None or (worker is not None and worker.dataset is not fetcher.dataset):
                 return function(fetcher, index)  # for example a loader inside of a dataset
             if worker is not None:
-                self._in_worker.begin()
-            begin, computing = time.perf_counter(), time.thread_time()
+                self._sampler = self._sampler or LineSampler()
+                self._sampler.drop()
+            begin = time.perf_counter()
             batch = function(fetcher, index)
-            computing = time.thread_time() - computing
             end = time.perf_counter()
-            slot = loader.workers if worker is None else min(worker.id, loader.workers)
-            loader.note_batch(slot, end - begin, computing)
-            if worker is not None:
-                self._in_worker.end(loader, slot, end)
+            loader.loaded += 1
+            loader.loading += end - begin
+            if worker is not None and self._sampler is not None:
+                self._sampler.read([(INPUT, end)])
+                if end - self._last_published > PUBLISHED_EVERY:
+                    self._last_published = end
+                    loader.publish(worker.id, self._sampler.lines(LINES_KEPT))
             return batch
 
         return timed
-
-
-class InWorker:
-    """Samples the lines of a worker process while it loads batches, in that process."""
-
-    def __init__(self) -> None:
-        self._sampler: LineSampler | None = None
-        self._written = 0.0
-
-    def begin(self) -> None:
-        """Begin a batch."""
-        if self._sampler is None:
-            self._sampler = LineSampler()
-        self._sampler.drop()
-
-    def end(self, loader: Loader, slot: int, now: float) -> None:
-        """End a batch, and note the slowest lines now and then."""
-        assert self._sampler is not None
-        self._sampler.read([(INPUT, now)])
-        if slot < loader.workers and now - self._written > LINES_EVERY:
-            self._written = now
-            loader.note_lines(slot, self._sampler.lines(LINES_KEPT))
