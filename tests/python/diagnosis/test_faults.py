@@ -28,7 +28,7 @@ SLEEP = line_of("time.sleep(0.002")
 # A batch of 16 takes 32 or 320 ms, and the rest of a step more than 20 ms.
 SHOWN = {
     "no workers": ["waits for input with num_workers=0: DataLoader(num_workers=", SLEEP],
-    "transform": ["DataLoader(num_workers=", SLEEP],
+    "transform": ["waits for input", "more workers help", SLEEP],
     "restarts": ["Starting the workers of a DataLoader takes", "persistent_workers=True"],
     "item": ["The host waits for the GPU", line_of("loss.item()")],
     "logits": ["Logits of torch.bfloat16 are converted to float32", "2,048 KiB"],

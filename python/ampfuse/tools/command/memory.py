@@ -15,6 +15,7 @@ import weakref
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,10 +60,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if chosen.batch is not None and not batches:
         refuse("--batch: no torch.utils.data.DataLoader makes the program's batches")
     if chosen.json is not None:
-        report = account.as_dict() | {"batch": batches[-1] if batches else None}
+        report = asdict(account) | {"batch": batches[-1] if batches else None}
         chosen.json.write_text(json.dumps(report, indent=2) + "\n")
     print()  # the program may have left a line open
-    account.show()
+    print(account)
     if chosen.fit is not None:
         print(largest_batch(chosen, account, batches, folder))
     if chosen.plot is not None:

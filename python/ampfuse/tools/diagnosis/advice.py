@@ -72,7 +72,8 @@ def about_input(loader: Loader, per_step: float, wait: float, rest: float) -> st
         )
     return (
         f"{share}: loading a batch takes {batch:.0f} ms, as much as {needed} workers could hide, "
-        f"and there are {cores} cores. Make the transforms faster, or store their results."
+        f"and there are {cores} cores. Make the transforms faster, or store their results; if they "
+        "mostly wait for a disk or a network, more workers help, too."
     )
 
 

@@ -1,23 +1,26 @@
 """`account`: a breakdown of the peak memory of a training step."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from ampfuse._nested import params_of, states_of
-from ampfuse._random import random_states, set_random_states
+from ampfuse._nested import params_of
+from ampfuse._texts import size_text, without_numbers
 from ampfuse.tools.memory.as_on_gpu import as_on_gpu
 from ampfuse.tools.memory.record import ACTIVATIONS, KINDS, Record
 from ampfuse.tools.memory.recorder import Recorder
-from ampfuse.tools.memory.show import plot, show, text
+from ampfuse.tools.memory.restoring import restore_optimizer, unchanged
 from ampfuse.tools.memory.what_if import CHANGES
+
+MODULES_SHOWN = 8
+LEAST_SAVING = 0.01  # of the peak; changes that save less are not shown
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,31 @@ class Account:
 
     def __str__(self) -> str:
         """Return the account as a table of plain text."""
-        return text(self)
+        lines = [self._title()]
+        for kind, size in self.kinds.items():
+            lines.append(f"  {kind:<28}{size_text(size):>12}{size / self.peak:>7.0%}")
+        modules: Counter[str] = Counter()  # layers that differ in numbers alone are one row
+        for name, size in self.modules.items():
+            modules[without_numbers(name) or "outside modules"] += size
+        if modules:
+            lines.append("activations at the peak, by the module that computed them")
+        shown = dict(modules.most_common(MODULES_SHOWN))
+        shown["others"] = modules.total() - sum(shown.values())
+        lines += [f"  {name:<28}{size_text(size):>12}" for name, size in shown.items() if size]
+        savings = self._large_savings()
+        if savings:
+            lines.append("the peak after one change of the program")
+        for one in savings:
+            change = f"{size_text(one.peak):>12}{one.peak / self.peak - 1:>+7.0%}"
+            lines.append(f"  {one.name:<28}{change}  {one.how}".rstrip())
+        return "\n".join(lines)
 
-    def show(self) -> None:
-        """Print the account."""
-        show(self)
+    def _title(self) -> str:
+        place = "GPU" if self.device == "cuda" else "CPU"
+        return f"peak of a training step on a {place}: {size_text(self.peak)}, in {self.phase}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the account as nested dicts and lists, for example for JSON."""
-        return asdict(self)
+    def _large_savings(self) -> list[Saving]:
+        return [one for one in self.savings if one.peak < self.peak * (1 - LEAST_SAVING)]
 
     def plot(self, path: str | Path) -> None:
         """Draw the account and its savings as stacked bars. This needs matplotlib.
@@ -66,7 +85,24 @@ class Account:
         Args:
             path: The picture's file; its ending chooses the format.
         """
-        plot(self, Path(path))
+        from matplotlib.figure import Figure
+
+        bars = {"as it is": self.kinds} | {one.name: one.kinds for one in self._large_savings()}
+        figure = Figure(figsize=(9, 1.2 + 0.42 * len(bars)), layout="constrained")
+        axes = figure.add_subplot(title=self._title(), xlabel="MiB")
+        ends = [0.0] * len(bars)
+        for kind in KINDS:
+            sizes = [kinds.get(kind, 0) / 2**20 for kinds in bars.values()]
+            if any(sizes):
+                axes.barh(list(bars), sizes, left=ends, color=f"C{KINDS.index(kind)}", label=kind)
+                ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+        for row, end in enumerate(ends):
+            axes.text(end, row, f" {size_text(end * 2**20)}", va="center", fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.15 * max(ends))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        figure.savefig(path, dpi=150)
 
 
 def account(
@@ -127,7 +163,7 @@ def recorded(
 
         def meet(other: Optimizer) -> None:
             if other is not optimizer:
-                exits.callback(kept_optimizer(other))
+                restore_optimizer(exits, other)
                 for param in params_of(other):  # its gradient has no numbers
                     exits.callback(setattr, param, "grad", None)
 
@@ -136,7 +172,7 @@ def recorded(
         for count in (1, 2):
             recorder.begin()
             step()
-            if recorder.steps_of(optimizer) < count:
+            if recorder.steps.get(optimizer, 0) < count:
                 raise ValueError("step: expected a call of optimizer.step() in each call, got none")
         return recorder.record()
 
@@ -155,10 +191,10 @@ def recording(device: str, after_step: Callable[[], None] | None = None) -> Iter
 def account_of(record: Record) -> Account:
     """Return the account of a recorded step."""
     peak, at, kinds = _at_peak(record)
-    modules: dict[str, int] = {}
+    modules: Counter[str] = Counter()
     for one in record.live_at(at):
         if record.kind_of(one) == ACTIVATIONS:
-            modules[one.module] = modules.get(one.module, 0) + one.bytes
+            modules[one.module] += one.bytes
     savings = []
     for change in CHANGES:
         allocations = change.of(record)
@@ -166,7 +202,7 @@ def account_of(record: Record) -> Account:
             changed_peak, _, changed_kinds = _at_peak(replace(record, allocations=allocations))
             savings.append(Saving(change.name, change.how, changed_peak, changed_kinds))
     device = "cuda" if record.for_gpu else "cpu"
-    return Account(device, peak, record.phase_at(at), kinds, modules, savings)
+    return Account(device, peak, record.phase_at(at), kinds, dict(modules), savings)
 
 
 def _at_peak(record: Record) -> tuple[int, int, dict[str, int]]:
@@ -176,92 +212,3 @@ def _at_peak(record: Record) -> tuple[int, int, dict[str, int]]:
     for one in record.live_at(at):
         kinds[record.kind_of(one)] += one.bytes
     return peak, at, {kind: size for kind, size in kinds.items() if size}
-
-
-@contextmanager
-def unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[ExitStack]:
-    """Restore model, gradients, optimizer state and random numbers after this block.
-
-    On a CPU this is for dry runs, which write to no other tensors than integers and those with one
-    element. What is on a GPU is kept on the host meanwhile. The stack takes what else to restore.
-    """
-    params = {*model.parameters(), *params_of(optimizer)}
-    with ExitStack() as exits:
-        gradients = [param.grad for param in params]
-        exits.callback(kept_numbers([*params, *gradients, *model.buffers()]))
-        for module in model.modules():
-            exits.callback(kept_attributes(module))
-        for param in params:
-            exits.callback(kept_parameter(param))
-        exits.callback(kept_optimizer(optimizer))
-        exits.callback(set_random_states, random_states())
-        yield exits
-
-
-def kept_numbers(values: list[Any]) -> Callable[[], None]:
-    """Return a function that restores the tensors in a list that a dry run may write."""
-    written = [
-        one
-        for one in values
-        if isinstance(one, Tensor)
-        and (one.device.type != "cpu" or one.numel() <= 1 or not one.is_floating_point())
-        and 0 not in one.stride()  # an expanded tensor cannot be written
-    ]
-    numbers = [one.detach().to("cpu", copy=True) for one in written]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for tensor, number in zip(written, numbers, strict=True):
-                tensor.copy_(number)
-
-    return restore
-
-
-def kept_attributes(module: nn.Module) -> Callable[[], None]:
-    """Return a function that restores what a module refers to, for example a table it has made."""
-    attributes = {
-        name: dict(value) if name in ("_buffers", "_parameters") else value
-        for name, value in vars(module).items()
-    }
-
-    def restore() -> None:
-        vars(module).clear()
-        vars(module).update(attributes)
-
-    return restore
-
-
-def kept_parameter(param: Tensor) -> Callable[[], None]:
-    """Return a function that restores a parameter's data, its gradient, and whether it has one."""
-    data, gradient, is_trained = param.data, param.grad, param.requires_grad
-
-    def restore() -> None:
-        if param.data_ptr() != data.data_ptr():
-            param.data = data
-        if param.requires_grad != is_trained:
-            param.requires_grad_(is_trained)
-        param.grad = gradient
-
-    return restore
-
-
-def kept_optimizer(optimizer: Optimizer) -> Callable[[], None]:
-    """Return a function that restores the state and the options of an optimizer."""
-    state = {
-        key: dict(entries) if isinstance(entries, dict) else entries
-        for key, entries in optimizer.state.items()
-    }
-    groups = [dict(group) for group in optimizer.param_groups]
-    dicts = [*states_of(optimizer), *groups]
-    numbers = kept_numbers([value for entries in dicts for value in entries.values()])
-
-    def restore() -> None:
-        numbers()
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        del optimizer.param_groups[len(groups) :]
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.clear()
-            group.update(values)
-
-    return restore

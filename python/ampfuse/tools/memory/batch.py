@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse._texts import bytes_of
-from ampfuse.tools.memory.account import account, unchanged
+from ampfuse.tools.memory.account import account
+from ampfuse.tools.memory.restoring import unchanged
 
 TRIALS = 2
 MOST = 2**20  # samples; a step whose memory allows for more does not depend on the batch

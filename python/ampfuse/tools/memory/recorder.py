@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ampfuse._graphs import is_in_backward
 from ampfuse._nested import have_own_operators, params_of, states_of, stored_tensors_in
-from ampfuse.tools.hooks import hook_steps, only_measures, replace
+from ampfuse.tools.hooks import FirstOptimizer, hook_steps, only_measures, replace
 from ampfuse.tools.memory import scratch
 from ampfuse.tools.memory.dry_run import DryRun
 from ampfuse.tools.memory.record import (
@@ -55,9 +55,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._for_gpu = for_gpu
         self.before_first_step: Callable[[Optimizer], None] | None = None  # called once for each
         self._after_step = after_step  # called after each step of the first optimizer
-        self._first_optimizer: weakref.ref[Optimizer] | None = None
+        self._first = FirstOptimizer()
         self._is_adam = False
-        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self.steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """The number of steps that each optimizer has taken."""
         self._dry_run = DryRun()
         self._now = 0
         self._begin = 0
@@ -113,10 +114,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._for_gpu,
             self._is_adam,
         )
-
-    def steps_of(self, optimizer: Optimizer) -> int:
-        """Return the number of steps that an optimizer has taken."""
-        return self._steps.get(optimizer, 0)
 
     def note(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Record what tensors are for."""
@@ -238,10 +235,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @only_measures
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer not in self._steps:
-            self._steps[optimizer] = 0
-            if self.before_first_step is not None:
-                self.before_first_step(optimizer)
+        if optimizer not in self.steps and self.before_first_step is not None:
+            self.before_first_step(optimizer)
         self._stepping += 1
         params = params_of(optimizer)
         self.note(PARAMETERS, params)
@@ -257,10 +252,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     self.note(MASTERS if "master" in name else MOMENTS, [value])
-        self._steps[optimizer] += 1
-        if self._first_optimizer is None or self._first_optimizer() is None:
-            self._first_optimizer = weakref.ref(optimizer)
-        if self._after_step is not None and self._first_optimizer() is optimizer:
+        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
+        if self._after_step is not None and self._first.matches(optimizer):
             self._after_step()
 
 
