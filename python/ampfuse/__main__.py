@@ -22,8 +22,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if arguments and arguments[0] in ("memory", "compare", "advise"):
         importlib.import_module(f"ampfuse.tools.command.{arguments[0]}").main(arguments[1:])
     chosen = options.parse(arguments)
-    name, *words = chosen.words
-    if name == "env" and not chosen.is_module:
+    if chosen.words[0] == "env" and not chosen.is_module:
         show.table(describe())
         sys.exit()
     if chosen.parts:
@@ -34,9 +33,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     # At exit Python joins the program's threads, and then calls the registered functions in reverse
     # order. This one is registered before the program runs, so it is called after the program's.
     atexit.register(ending.write_report)
-    run = program.run_module if chosen.is_module else program.run_script
     try:
-        raised = run(name, words)
+        raised = program.run(chosen.words, chosen.is_module)
     except program.NoProgramError as error:
         atexit.unregister(ending.write_report)
         options.refuse(str(error))
@@ -54,7 +52,7 @@ class Ending:
         self.chosen = chosen
         self.diagnosis = diagnosis
         self._ended = "while it ran"  # remains if exit handlers run before note()
-        self._is_interrupted = self._has_failed = False
+        self._raised: type = type(None)
         self._process = os.getpid()
         # Read the launcher's rank now: the program may set another one for its own use.
         self._is_first_rank = os.environ.get("RANK", "0") == "0"
@@ -63,13 +61,11 @@ class Ending:
     def note(self, raised: BaseException | None) -> None:
         """Record how the program ended: the exception that it raised, or None."""
         self._ended = report.how_it_ended(raised)
-        self._is_interrupted = isinstance(raised, KeyboardInterrupt)
-        self._has_failed = isinstance(raised, Exception)
+        self._raised = type(raised)
 
     def write_report(self) -> None:
         """Report in all requested ways, even if one of them fails. The exit code stays the same."""
-        is_forked = os.getpid() != self._process
-        if is_forked or not self._is_first_rank:
+        if os.getpid() != self._process or not self._is_first_rank:  # in a forked process
             return
         chosen = self.chosen
         with _printing_errors():
@@ -83,11 +79,12 @@ class Ending:
                     report.write(summary, chosen.json)
             with _printing_errors():
                 if not chosen.quiet:
-                    (show.failure if self._has_failed else show.summary)(summary)
+                    has_failed = issubclass(self._raised, Exception)
+                    (show.failure if has_failed else show.summary)(summary)
             with _printing_errors():
                 if chosen.plot is not None:
                     charts.plot(summary, chosen.plot)
-        if self._is_interrupted:
+        if issubclass(self._raised, KeyboardInterrupt):
             program.end_by_interrupt()
 
 

@@ -1,4 +1,4 @@
-"""The hooks by which tools follow a program: steps, backward passes, scalers and saves.
+"""The hooks by which tools follow a program: steps, modules, backward passes, scalers, saves.
 
 All of them end when an ExitStack closes. Hooks of optimizers only measure: an optimizer may skip
 steps on the device in spite of them. Other hooks could notice that, so the host decides for them.
@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.modules import module as hooks_of_modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_optimizers
 
@@ -30,6 +31,15 @@ def hook_steps(exits: ExitStack, before: Callable[..., Any], after: Callable[...
     for handle in (
         hooks_of_optimizers.register_optimizer_step_pre_hook(before),
         hooks_of_optimizers.register_optimizer_step_post_hook(after),
+    ):
+        exits.callback(handle.remove)
+
+
+def hook_modules(exits: ExitStack, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Call two hooks before and after each call of any module, also if the call fails."""
+    for handle in (
+        hooks_of_modules.register_module_forward_pre_hook(before),
+        hooks_of_modules.register_module_forward_hook(after, always_call=True),
     ):
         exits.callback(handle.remove)
 

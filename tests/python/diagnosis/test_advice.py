@@ -8,8 +8,8 @@ from ampfuse.tools.diagnosis.advice import (
     about_gpu,
     about_habits,
     about_input,
+    about_lines,
     about_memory,
-    about_waits,
 )
 from ampfuse.tools.diagnosis.gpu_times import GpuTimes
 from ampfuse.tools.diagnosis.habits import Habits
@@ -112,14 +112,14 @@ def test_workers_that_are_started_in_each_epoch_are_noticed():
 )
 def test_lines_that_wait_for_the_gpu_are_named(monkeypatch, found, said):
     monkeypatch.setattr(advice, "uses_gpu", lambda: True)
-    hinted = list(about_waits([found]))
+    hinted = list(about_lines([found], other=0.0))
     assert len(hinted) == (said is not None)
     assert all(said in hint for hint in hinted)
 
 
 def test_nothing_waits_for_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr(advice, "uses_gpu", lambda: False)
-    assert list(about_waits([line(FORWARD, call) for call in ("to", "item", "tolist")])) == []
+    assert list(about_lines([line(FORWARD, call) for call in ("to", "item")], other=0.0)) == []
 
 
 def test_parts_of_one_line_are_added_up():

@@ -69,7 +69,7 @@ def read(name: str) -> dict[str, Any]:
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[Row]:
     """Return a row for each number, of times, memory and scalers."""
-    yield from of_steps(before["steps"], after["steps"])
+    yield from differences_of_steps(before["steps"], after["steps"])
     peaks = before["peak_memory"], after["peak_memory"]
     for device in dict.fromkeys([*peaks[0], *peaks[1]]):
         name = "peak memory" if device == "host" else f"on {device}"
@@ -78,27 +78,31 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[Row]:
         return
     for name in ("taken", "skipped"):
         counts = [sum(one.get(name, 0) for one in report["scalers"]) for report in (before, after)]
-        yield (f"steps {name}", *_texts(counts, "{:,}".format), f"{counts[1] - counts[0]:+,}")
+        change = f"{counts[1] - counts[0]:+,}"
+        yield row(f"steps {name}", counts, "{:,}".format, change)
     scales = [report["scalers"][-1]["scale"] for report in (before, after)]
-    yield ("last scale", *_texts(scales, "{:,.6g}".format), "")
+    yield row("last scale", scales, "{:,.6g}".format, "")
 
 
-def of_steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Iterator[Row]:
+def differences_of_steps(
+    before: dict[str, Any] | None, after: dict[str, Any] | None
+) -> Iterator[Row]:
     """Return the rows about times."""
+    counts = [None if steps is None else steps["count"] for steps in (before, after)]
+    yield row("steps", counts, "{:,}".format, "", missing="few")
     if before is None or after is None:
-        few = ["few" if steps is None else f"{steps['count']:,}" for steps in (before, after)]
-        yield ("steps", few[0], few[1], "")
         return
-    yield ("steps", f"{before['count']:,}", f"{after['count']:,}", "")
     both = before["milliseconds"], after["milliseconds"]
     wholes = [sum(times.values()) for times in both]
-    yield row("a step", wholes, milliseconds)
+    yield row("a step", wholes, "{:,.2f} ms".format)
     medians = [one["quartiles"][1] for one in (before, after)]
-    yield row("  median", medians, milliseconds, is_noise(before["quartiles"], after["quartiles"]))
+    noise = " (within noise)" if is_noise(before["quartiles"], after["quartiles"]) else ""
+    change = f"{medians[1] / medians[0] - 1:+.0%}{noise}"
+    yield row("  median", medians, "{:,.2f} ms".format, change)
     for phase in both[0]:
         times = [one[phase] for one in both]
         if any(time > LEAST_SHARE * whole for time, whole in zip(times, wholes, strict=True)):
-            yield row(f"  {phase}", times, milliseconds)
+            yield row(f"  {phase}", times, "{:,.2f} ms".format)
 
 
 def is_noise(before: list[float], after: list[float]) -> bool:
@@ -107,19 +111,15 @@ def is_noise(before: list[float], after: list[float]) -> bool:
 
 
 def row(
-    name: str, values: Sequence[float | None], text: Callable[[Any], str], noise: bool = False
+    name: str,
+    values: Sequence[float | None],
+    text: Callable[[Any], str],
+    change: str | None = None,
+    missing: str = "",
 ) -> Row:
-    """Return a row with the change in percent."""
+    """Return a row; `change` is the one in percent if it is not given."""
     first, second = values
-    change = "" if not first or second is None else f"{second / first - 1:+.0%}"
-    return (name, *_texts(values, text), f"{change} (within noise)" if noise else change)
-
-
-def _texts(values: Sequence[float | None], text: Callable[[Any], str]) -> tuple[str, str]:
-    first, second = ("" if value is None else text(value) for value in values)
-    return first, second
-
-
-def milliseconds(value: float) -> str:
-    """Return a time as text."""
-    return f"{value:,.2f} ms"
+    if change is None:
+        change = f"{second / first - 1:+.0%}" if first and second is not None else ""
+    before, after = (missing if value is None else text(value) for value in values)
+    return name, before, after, change

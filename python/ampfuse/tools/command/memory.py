@@ -86,10 +86,9 @@ def run(chosen: Namespace) -> Account:
             record = recorder.record()
         raise DoneError
 
-    call = program.run_module if chosen.is_module else program.run_script
     with recording(chosen.device, after_step) as recorder:
         try:
-            raised = call(chosen.words[0], chosen.words[1:])
+            raised = program.run(chosen.words, chosen.is_module)
         except program.NoProgramError as error:
             refuse(str(error))
     if record is not None:  # also if the program has caught the error
@@ -178,8 +177,7 @@ def largest_batch(chosen: Namespace, account: Account, batches: list[int], folde
                 why = done.stderr.strip().rpartition("\n")[2]
                 failures.append(f"with batches of {batch} the program fails: {why}")
                 return None
-            peaks[batch] = int(json.loads(file.read_text())["peak"])
-            return peaks[batch]
+            return int(json.loads(file.read_text())["peak"])
 
     largest = search(peak_of, chosen.fit, TRIALS, peaks)
     room = size_text(chosen.fit)

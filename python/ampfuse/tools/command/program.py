@@ -17,6 +17,12 @@ class NoProgramError(Exception):
     """There is no program to run; the message gives the reason."""
 
 
+def run(words: list[str], is_module: bool) -> BaseException | None:
+    """Run `python [-m] words...`; return the exception that it raised, or None."""
+    call = run_module if is_module else run_script
+    return call(words[0], words[1:])
+
+
 def run_script(name: str, arguments: list[str]) -> BaseException | None:
     """Run `python name arguments...`; return the exception that it raised, or None."""
     if name == "-":

@@ -1,5 +1,6 @@
 """The report on a program that was run with ampfuse, as plain numbers and strings."""
 
+import itertools
 import json
 import math
 import resource
@@ -20,6 +21,7 @@ RECORDED_UPDATES = 2**16  # number of updates recorded for each scaler, 12 bytes
 SKIPS_IN_A_ROW = 10
 UPDATES_TO_JUDGE = 20
 MANY_SKIPS = 0.1  # of the updates
+COMPILED = "Calls inside torch.compile are not counted; scalers count their steps there, too."
 
 
 def report(
@@ -27,7 +29,8 @@ def report(
 ) -> dict[str, Any]:
     """Return the whole report as nested dicts and lists."""
     scalers: list[dict[str, Any]] = []
-    hints = diagnosis.hints()
+    hints = [COMPILED] if compiled_graphs() else []
+    hints += diagnosis.hints()
     recorded = list(RECORDING.scalers)
     for scaler in recorded:
         try:
@@ -55,7 +58,7 @@ def report(
         "memory": diagnosis.memory(),
         "earlier_scalers": RECORDING.made - len(recorded),
         "peak_memory": _peak_memory(),
-        "hints": [*_about_compiling(), *hints],
+        "hints": hints,
     }
 
 
@@ -95,29 +98,22 @@ def _of_scaler(scaler: GradScaler) -> dict[str, Any]:
     }
 
 
-def _about_compiling() -> Iterable[str]:
-    if compiled_graphs():
-        yield "Calls inside torch.compile are not counted; scalers count their steps there, too."
-
-
 def _hints(scaler: dict[str, Any]) -> Iterable[str]:
-    skipped = [record[1] for record in scaler["history"]]
-    late = skipped[len(skipped) // 2 :]
-    if len(skipped) >= SKIPS_IN_A_ROW and all(skipped[-SKIPS_IN_A_ROW:]):
+    history = scaler["history"]
+    # The last half, each step with True if the scale, which is that of the step, has just grown.
+    pairs = list(itertools.pairwise(history))[max(len(history) // 2 - 1, 0) :]
+    grown = [after[0] > before[0] for before, after in pairs if after[1]]
+    report = "scaler.overflow_report(model), of an ampfuse.GradScaler, names the parameters."
+    if len(history) >= SKIPS_IN_A_ROW and all(record[1] for record in history[-SKIPS_IN_A_ROW:]):
         yield (
             f"The last {SKIPS_IN_A_ROW} steps were skipped, and the loss scale is now "
             f"{scaler['scale']:.3g}: gradients are not finite at any scale that was tried, so "
             "nothing is learned. Look for a NaN or an infinity in the loss, the data or the "
-            "learning rate; scaler.overflow_report(model), of an ampfuse.GradScaler, names the "
-            "parameters."
+            f"learning rate; {report}"
         )
-    elif len(late) >= UPDATES_TO_JUDGE and sum(late) > MANY_SKIPS * len(late):
-        skips = f"{sum(late)} of the last {len(late)} steps were skipped"
-        scales = [record[0] for record in scaler["history"]]
-        first = len(skipped) - len(late)
-        # The scale is that of the step, so it has grown after the step before.
-        after_growth = [scales[i] > scales[i - 1] for i in range(first, len(skipped)) if skipped[i]]
-        if sum(after_growth) > len(after_growth) / 2:
+    elif len(pairs) >= UPDATES_TO_JUDGE and len(grown) > MANY_SKIPS * len(pairs):
+        skips = f"{len(grown)} of the last {len(pairs)} steps were skipped"
+        if sum(grown) > len(grown) / 2:
             yield (
                 f"{skips}, most of them after the scale had grown, so it grows too often: use "
                 "GradScaler(growth_interval=2000), or more."
@@ -125,8 +121,7 @@ def _hints(scaler: dict[str, Any]) -> Iterable[str]:
         else:
             yield (
                 f"{skips}, at scales that were not too high for other steps: some batches have "
-                "gradients that are not finite. scaler.overflow_report(model), of an "
-                "ampfuse.GradScaler, names the parameters."
+                f"gradients that are not finite. {report}"
             )
 
 

@@ -5,6 +5,7 @@ import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
+from ampfuse._texts import size_text
 from ampfuse.tools.diagnosis.phases import FIRST_STEPS, LEAST_STEPS
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -19,7 +20,7 @@ def title(report: dict[str, Any]) -> str:
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of a report's table, each a name and a text."""
     found = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
-    found += _of_parts(report["parts"])
+    found += rows_of_parts(report["parts"])
     if (steps := report["steps"]) is not None:
         found.append(("a step", times_text(steps["milliseconds"])))
         if steps["gpu_milliseconds"]:
@@ -31,15 +32,16 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report["earlier_scalers"]:
         found.append(("scalers", f"{report['earlier_scalers']:,} earlier ones are not shown"))
     for scaler in report["scalers"]:
-        found += _of_scaler(scaler)
+        found += rows_of_scaler(scaler)
     found += [
-        ("peak memory" if device == "host" else f"on {device}", f"{size / 2**20:,.0f} MiB")
+        ("peak memory" if device == "host" else f"on {device}", size_text(size))
         for device, size in report["peak_memory"].items()
     ]
     return found + [("hint", hint) for hint in report["hints"]]
 
 
-def _of_parts(parts: dict[str, Any]) -> list[tuple[str, str]]:
+def rows_of_parts(parts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows about what was replaced, and how often it was used."""
     found: list[tuple[str, str]] = []
     unused = []
     for name, part in parts.items():
@@ -51,9 +53,10 @@ def _of_parts(parts: dict[str, Any]) -> list[tuple[str, str]]:
         found += zip([name, *[""] * len(texts)], texts, strict=False)
         if not texts:
             unused.append(name)
-    if unused and not found:
-        unused[-1] += ": the program calls none of them, or only in processes that it spawns"
-    return [*found, ("not used", ", ".join(unused))] if unused else found
+    if unused:
+        none = "" if found else ": the program calls none of them, or only in spawned processes"
+        found.append(("not used", ", ".join(unused) + none))
+    return found
 
 
 def _times(count: int) -> str:
@@ -74,7 +77,8 @@ def first_update(scaler: dict[str, Any]) -> int:
     return int(scaler["updates"]) - len(scaler["history"]) + 1
 
 
-def _of_scaler(scaler: dict[str, Any]) -> list[tuple[str, str]]:
+def rows_of_scaler(scaler: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows about a scaler."""
     if not scaler["updates"]:
         return [("scaler", "never updated")]
     steps = f"{scaler['taken']:,} taken, {scaler['skipped']:,} skipped"

@@ -42,9 +42,7 @@ def hints(steps: dict[str, Any], loaders: list[Loader], lines: list[Line]) -> It
         loader = max(loaders, key=lambda one: one.waited)
         per_step = loader.batches / steps["measured"]
         yield about_input(loader, per_step, wait, whole - wait) + about_slowest(loader, lines)
-    yield from about_waits(lines)
-    if milliseconds[OTHER] > WORTH_A_HINT * whole:
-        yield from about_other(lines)
+    yield from about_lines(lines, milliseconds[OTHER] / whole)
 
 
 def about_input(loader: Loader, per_step: float, wait: float, rest: float) -> str:
@@ -79,15 +77,12 @@ def about_input(loader: Loader, per_step: float, wait: float, rest: float) -> st
 
 def about_slowest(loader: Loader, lines: list[Line]) -> str:
     """Return a sentence about the line that takes most of the loading, or an empty text."""
-    if loader.workers:
-        slowest = loader.slowest_line()
-    else:
-        inputs = [line for line in lines if line.phase == INPUT]
-        whole = sum(line.share for line in inputs)
-        slowest = inputs[0]._replace(share=inputs[0].share / whole) if inputs else None
-    if slowest is None:
-        return ""
-    return f" {slowest.share:.0%} of the loading is at {named(slowest)}."
+    slowest = loader.slowest_line()
+    inputs = [line for line in lines if line.phase == INPUT]
+    if not loader.workers and inputs:
+        share = inputs[0].share / sum(line.share for line in inputs)
+        slowest = inputs[0]._replace(share=share)
+    return f" {slowest.share:.0%} of the loading is at {named(slowest)}." if slowest else ""
 
 
 def about_starts(loaders: list[Loader], total: float) -> Iterator[str]:
@@ -102,36 +97,32 @@ def about_starts(loaders: list[Loader], total: float) -> Iterator[str]:
             )
 
 
-def about_waits(lines: list[Line]) -> Iterator[str]:
-    """Return hints about lines in which the host waits for the GPU, or copies to it."""
-    if not uses_gpu():
-        return
+def about_lines(lines: list[Line], other: float) -> Iterator[str]:
+    """Return hints about lines that wait for the GPU, or that are outside of training.
+
+    `other`: the part of the time outside of forward, backward and optimizer.
+    """
+    others = []
     for line in lines:
+        waits = uses_gpu() and line.place.call in WAITS
+        if line.phase == OTHER and not waits:
+            others.append(line)
         if line.phase == INPUT or line.share < WORTH_A_HINT:
             continue
-        if line.place.call in WAITS:
+        if waits:
             yield (
                 f"The host waits for the GPU during {line.share:.0%} of the time at {named(line)}. "
                 "Meanwhile it cannot prepare the next step. Add up such numbers on the GPU, and "
                 "read the sum once in 50 steps."
             )
-        if line.place.call in COPIES:
+        elif uses_gpu() and line.place.call in COPIES:
             yield (
                 f"The host waits for copies to the GPU during {line.share:.0%} of the time at "
                 f"{named(line)}. DataLoader(pin_memory=True) and to(device, non_blocking=True) "
                 "copy while the host goes on."
             )
-
-
-def about_other(lines: list[Line]) -> Iterator[str]:
-    """Return hints about lines outside of forward, backward and optimizer."""
-    others = [
-        line
-        for line in lines
-        if line.phase == OTHER and not (uses_gpu() and line.place.call in WAITS)
-    ]
     for line in merged(others):
-        if line.share > WORTH_A_HINT:
+        if min(line.share, other) > WORTH_A_HINT:
             yield (
                 f"{line.share:.0%} of the time passes outside of forward, backward and optimizer "
                 f"at {named(line)}. Is it needed in each step?"
@@ -184,11 +175,10 @@ def about_memory(memory: Monitor) -> Iterator[str]:
     if growth is None or not memory.suspects or not is_certain:
         return
     places = [
-        f"tensors stay that are made at {one.where} {one.what}".rstrip()
-        + f" ({size_text(one.bytes)} a step)"
-        if one.bytes
-        else f"{one.where} is now a {one.what}"
-        for one in memory.suspects
+        f"tensors stay that are made at {f'{where} {what}'.rstrip()} ({size_text(size)} a step)"
+        if size
+        else f"{where} is now a {what}"
+        for where, what, size in memory.suspects
     ]
     text = f"Memory grows by {size_text(growth)} a step: {', '.join(places)}."
     if sum(one.bytes for one in memory.suspects) < MOSTLY * growth:

@@ -31,12 +31,11 @@ LISTED = """
 """
 IN_FLOAT32 = frozenset(LISTED.split())
 
-# Functions of torch.cuda that do nothing here, and those that return a number of bytes.
-NOTHING = """
-    empty_cache ipc_collect reset_max_memory_allocated reset_peak_memory_stats set_device
-    synchronize
-"""
-BYTES = "max_memory_allocated max_memory_reserved memory_allocated memory_reserved"
+# Functions of torch.cuda that do nothing here. Those that return bytes return 0 without a GPU.
+NOTHING = (
+    *("empty_cache", "ipc_collect", "reset_max_memory_allocated", "reset_peak_memory_stats"),
+    *("set_device", "synchronize"),
+)
 
 
 class AsOnGpu(TorchFunctionMode):
@@ -95,21 +94,16 @@ def _on_cpu(value: Any) -> Any:
 def as_on_gpu(sent: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Run the code in this block as if its tensors on the CPU were on a GPU."""
     with ExitStack() as exits:
-        results: dict[str, Any] = {"get_device_name": "GPU"}
-        results |= dict.fromkeys(NOTHING.split()) | dict.fromkeys(BYTES.split(), 0)
-        for name, result in results.items():
-            replace(exits, torch.cuda, name, lambda *_, _result=result, **__: _result)
+        for name in NOTHING:
+            replace(exits, torch.cuda, name, lambda *_, **__: None)
+        replace(exits, torch.cuda, "get_device_name", lambda *_: "GPU")
         replace(exits, torch.autocast, "__init__", _autocast_on_cpu(torch.autocast.__init__))
         replace(exits, functional, "dropout", _dropout(functional.dropout))
         attention = functional.scaled_dot_product_attention
         replace(exits, functional, "scaled_dot_product_attention", without_dropout(attention))
         # torch's optimizers take lists of tensors by default only on devices that this returns.
-        replace(
-            exits,
-            torch_optimizer,
-            "_get_foreach_kernels_supported_devices",
-            lambda: ["cuda", "cpu"],
-        )
+        lists = "_get_foreach_kernels_supported_devices"
+        replace(exits, torch_optimizer, lists, lambda: ["cuda", "cpu"])
         exits.enter_context(AsOnGpu(sent))
         yield
 

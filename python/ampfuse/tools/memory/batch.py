@@ -90,12 +90,18 @@ def largest_batch(
     if model_device.type == "cpu":
         if memory is None:
             raise ValueError("memory: expected bytes, since the model is on the CPU")
-        measure = partial(accounted, step, model, optimizer, device)
-        largest = search(measure, bytes_of(memory), trials=None)
+
+        def accounted(batch: int) -> int:
+            return account(model, optimizer, lambda: step(batch), device=device).peak
+
+        largest = search(accounted, bytes_of(memory))
     else:
-        room = _usable(model_device) if memory is None else bytes_of(memory)
+        if memory is None:
+            free, _ = torch.cuda.mem_get_info(model_device)
+            memory = int(USABLE * (free + torch.cuda.memory_reserved(model_device)))
+        measure = partial(measured, step, optimizer, model_device)
         with unchanged(model, optimizer):
-            largest = search(partial(measured, step, optimizer, model_device), room, TRIALS)
+            largest = search(measure, bytes_of(memory), TRIALS)
     if process_group is not None:
         smallest = torch.tensor(largest, device=model_device)
         torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN, process_group)
@@ -115,16 +121,17 @@ def largest_batch(
 def search(
     measure: Callable[[int], int | None],
     room: int,
-    trials: int | None,
-    known: dict[int, int] | None = None,
+    trials: int = MOST,
+    peaks: dict[int, int] | None = None,
 ) -> int:
-    """Return the largest batch that fits, or with `trials` one that is nearly as large; 0 if none.
+    """Return the largest batch that fits, or with few trials one that is nearly as large, or 0.
 
     `measure(batch)` returns the peak of a step, or None if it runs out of memory. Batches are
     doubled until a step takes half of the room: twice the batch takes at most twice as much. Then
-    each guess lies on the line through two peaks. `known`: the peak of one batch.
+    each guess lies on the line through two peaks. `peaks`: those of known batches, which may be
+    empty; others are added.
     """
-    peaks = dict(known or {})
+    peaks = {} if peaks is None else peaks
 
     def fits(batch: int) -> bool:
         peak = measure(batch)
@@ -143,7 +150,9 @@ def search(
             low = batch
         else:
             high = batch
-    while trials != 0 and low < MOST and (high is None or high - low > 1):
+    for _ in range(trials):
+        if low >= MOST or (high is not None and high - low <= 1):
+            break
         guess = max(_predicted(peaks, room), low + 1)
         if high is not None:
             nearest = high - 1 if high in peaks else low + max(1, (high - low) * 5 // 6)
@@ -152,7 +161,6 @@ def search(
             low = guess
         else:
             high = guess
-        trials = None if trials is None else trials - 1
     return low
 
 
@@ -168,19 +176,12 @@ def _predicted(peaks: dict[int, int], room: int) -> int:
     """
     below = [batch for batch, peak in peaks.items() if peak <= room]
     above = [batch for batch, peak in peaks.items() if peak > room]
-    known = sorted(below)[-2:] if not above else [*sorted(below)[-1:], min(above)]
-    if len(known) < 2:
+    nearest = sorted(below)[-2:] if not above else [*sorted(below)[-1:], min(above)]
+    if len(nearest) < 2:
         return 0
-    first, last = known
+    first, last = nearest
     per_sample = (peaks[last] - peaks[first]) / (last - first)
     return int(first + (room - peaks[first]) / per_sample) if per_sample > 0 else 2 * last
-
-
-def accounted(
-    step: Callable[[int], object], model: nn.Module, optimizer: Optimizer, device: str, batch: int
-) -> int:
-    """Return the peak of a step as its account gives it."""
-    return account(model, optimizer, lambda: step(batch), device=device).peak
 
 
 def measured(
@@ -197,9 +198,3 @@ def measured(
     except torch.OutOfMemoryError:
         return None
     return torch.cuda.max_memory_allocated(gpu)
-
-
-def _usable(gpu: torch.device) -> int:
-    """Return the bytes that this process may allocate on a GPU."""
-    free, _ = torch.cuda.mem_get_info(gpu)
-    return int(USABLE * (free + torch.cuda.memory_reserved(gpu)))

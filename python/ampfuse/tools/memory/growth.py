@@ -9,6 +9,7 @@ import inspect
 import sys
 import weakref
 from collections import Counter, deque
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from traceback import walk_stack
@@ -17,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks_of_modules
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ampfuse._graphs import is_in_backward
 from ampfuse._nested import stored_tensors_in
+from ampfuse.tools.hooks import hook_modules
 from ampfuse.tools.program_lines import file_name, is_of_program, program_frame
 
 CONTAINERS = (list, dict, set, deque)
@@ -52,8 +53,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @staticmethod
     def may_begin() -> bool:
         """Return True if modes can be entered here, and left later."""
-        in_backward = is_in_backward()
-        return not in_backward and _get_current_dispatch_mode() is None
+        return not is_in_backward() and _get_current_dispatch_mode() is None
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -63,14 +63,10 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Step, bytes, line and module of each storage that was allocated and is still live.
         self._live: dict[int, tuple[weakref.ref[Any], int, int, str, str]] = {}
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # storages from before
-        self._handles = [
-            hooks_of_modules.register_module_forward_pre_hook(self._enter_module),
-            hooks_of_modules.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-        self._stance = None
+        self._exits = ExitStack()
+        hook_modules(self._exits, self._enter_module, self._leave_module)
         if "torch._dynamo" in sys.modules:
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._stance.__enter__()
+            self._exits.enter_context(torch.compiler.set_stance("force_eager"))
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -102,13 +98,10 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def stop(self) -> bool:
         """Stop recording. Return False if another mode has to be left before."""
         self._step = max(self._step, 2)
-        for handle in self._handles:
-            handle.remove()
         if _get_current_dispatch_mode() is not self:
             return False
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
+        self._exits.close()
         return True
 
     def suspects(self, kept: set[int]) -> list[Suspect]:

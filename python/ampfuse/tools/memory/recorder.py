@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.nn.modules import module as hooks_of_modules
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ampfuse._graphs import is_in_backward
 from ampfuse._nested import have_own_operators, params_of, states_of, stored_tensors_in
-from ampfuse.tools.hooks import FirstOptimizer, hook_steps, only_measures, replace
+from ampfuse.tools.hooks import FirstOptimizer, hook_modules, hook_steps, only_measures, replace
 from ampfuse.tools.memory import scratch
 from ampfuse.tools.memory.dry_run import DryRun
 from ampfuse.tools.memory.record import (
@@ -67,21 +66,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phases: list[tuple[int, str]] = []
         self._thread = threading.get_ident()
         self._stack: list[str] = []  # names of the modules that are running in this thread
-        self._names: dict[int, str] = {}
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._blocks: list[str] = []
         self._operations: Counter[str] = Counter()
-        self._models: list[nn.Module] = []  # kept, so that no other module gets an id in _names
         self._stepping = 0  # number of optimizer steps that are running, one inside another
         self._exits = ExitStack()
 
     def __enter__(self) -> "Recorder":
         """Begin to record."""
-        handles = [
-            hooks_of_modules.register_module_forward_pre_hook(self._enter_module),
-            hooks_of_modules.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-        for handle in handles:
-            self._exits.callback(handle.remove)
+        hook_modules(self._exits, self._enter_module, self._leave_module)
         hook_steps(self._exits, self._enter_step, self._leave_step)
         replace(self._exits, Distribution, "_validate_args", False)  # zeros are often not valid
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -132,9 +125,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_model(self, model: nn.Module) -> None:
         """Record the names of a model's modules, and what its parameters and buffers are."""
-        self._models.append(model)
         for name, module in model.named_modules():
-            self._names[id(module)] = name or type(module).__name__
+            self._names[module] = name or type(module).__name__
         self._blocks += blocks_of(model)
         self.note(PARAMETERS, model.parameters())
         self.note(BUFFERS, model.buffers())
@@ -219,9 +211,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
-        if not self._stack and id(module) not in self._names:
+        if not self._stack and module not in self._names:
             self.note_model(module)
-        name = self._names.get(id(module), type(module).__name__)
+        name = self._names.get(module, type(module).__name__)
         self._stack.append(name)
         for tensor in stored_tensors_in(inputs):
             self._seen(tensor).inputs_of.add(name)
