@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +20,6 @@ examples:
   python -m ampfuse --json after.json train.py --workers 4
   python -m ampfuse compare before.json after.json"""
 LEAST_SHARE = 0.01  # of a step, of a phase that is shown
-Row = tuple[str, str, str, str]
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -32,14 +31,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
         print(f"usage: {USAGE}", file=sys.stderr)
         sys.exit(2)
     before, after = map(read, arguments)
-    rows = [("", arguments[0], arguments[1], "change"), *differences(before, after)]
-    if before["program"] != after["program"]:
-        rows.insert(1, ("program", before["program"], after["program"], ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        name, *numbers = row
-        cells = [f"{text:>{width}}" for text, width in zip(numbers, widths[1:], strict=True)]
-        print(f"{name:<{widths[0]}}  {'  '.join(cells)}".rstrip())
+    table = [("", *arguments, "change"), *rows(before, after)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for name, *cells in table:
+        numbers = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        print(f"{name:<{widths[0]}}  {'  '.join(numbers)}".rstrip())
     kinds = [{_kind(hint) for hint in report["hints"]} for report in (before, after)]
     for text, report, others in (("no longer", before, kinds[1]), ("new", after, kinds[0])):
         for hint in report["hints"]:
@@ -67,59 +63,45 @@ def read(name: str) -> dict[str, Any]:
     return report
 
 
-def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[Row]:
-    """Return a row for each number, of times, memory and scalers."""
-    yield from differences_of_steps(before["steps"], after["steps"])
-    peaks = before["peak_memory"], after["peak_memory"]
-    for device in dict.fromkeys([*peaks[0], *peaks[1]]):
-        name = "peak memory" if device == "host" else f"on {device}"
-        yield row(name, [peak.get(device) for peak in peaks], size_text)
-    if not (before["scalers"] and after["scalers"]):
-        return
-    for name in ("taken", "skipped"):
-        counts = [sum(one.get(name, 0) for one in report["scalers"]) for report in (before, after)]
-        change = f"{counts[1] - counts[0]:+,}"
-        yield row(f"steps {name}", counts, "{:,}".format, change)
-    scales = [report["scalers"][-1]["scale"] for report in (before, after)]
-    yield row("last scale", scales, "{:,.6g}".format, "")
+def rows(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Return a row for each figure: its name, both values, and the change in percent."""
+    if before["program"] != after["program"]:
+        yield ("program", before["program"], after["program"], "")
+    both = [dict(figures(report)) for report in (before, after)]
+    for name in dict.fromkeys([*both[0], *both[1]]):
+        values = [of_report.get(name) for of_report in both]
+        texts = ["" if value is None else _text(name, value) for value in values]
+        first, second = values
+        change = f"{second / first - 1:+.0%}" if first and second is not None else ""
+        if name == "  median" and change:
+            quartiles = [report["steps"]["quartiles"] for report in (before, after)]
+            change += " (within noise)" if is_noise(*quartiles) else ""
+        yield (name, *texts, change)
 
 
-def differences_of_steps(
-    before: dict[str, Any] | None, after: dict[str, Any] | None
-) -> Iterator[Row]:
-    """Return the rows about times."""
-    counts = [None if steps is None else steps["count"] for steps in (before, after)]
-    yield row("steps", counts, "{:,}".format, "", missing="few")
-    if before is None or after is None:
-        return
-    both = before["milliseconds"], after["milliseconds"]
-    wholes = [sum(times.values()) for times in both]
-    yield row("a step", wholes, "{:,.2f} ms".format)
-    medians = [one["quartiles"][1] for one in (before, after)]
-    noise = " (within noise)" if is_noise(before["quartiles"], after["quartiles"]) else ""
-    change = f"{medians[1] / medians[0] - 1:+.0%}{noise}"
-    yield row("  median", medians, "{:,.2f} ms".format, change)
-    for phase in both[0]:
-        times = [one[phase] for one in both]
-        if any(time > LEAST_SHARE * whole for time, whole in zip(times, wholes, strict=True)):
-            yield row(f"  {phase}", times, "{:,.2f} ms".format)
+def figures(report: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Return the figures of a report, each with its name."""
+    if (steps := report["steps"]) is not None:
+        yield "steps", steps["count"]
+        yield "a step", (whole := sum(steps["milliseconds"].values()))
+        yield "  median", steps["quartiles"][1]
+        for phase, time in steps["milliseconds"].items():
+            if time > LEAST_SHARE * whole:
+                yield f"  {phase}", time
+    for device, size in report["peak_memory"].items():
+        yield "peak memory" if device == "host" else f"peak on {device}", size
+    if scalers := report["scalers"]:
+        for name in ("taken", "skipped"):
+            yield f"steps {name}", sum(one.get(name, 0) for one in scalers)
+        yield "last scale", scalers[-1]["scale"]
+
+
+def _text(name: str, value: float) -> str:
+    if name.startswith("peak"):
+        return size_text(value)
+    return f"{value:,.2f} ms" if name.startswith(("a step", "  ")) else f"{value:.6g}"
 
 
 def is_noise(before: list[float], after: list[float]) -> bool:
     """Return True if each median is among the middle half of the other's steps."""
     return before[0] <= after[1] <= before[2] and after[0] <= before[1] <= after[2]
-
-
-def row(
-    name: str,
-    values: Sequence[float | None],
-    text: Callable[[Any], str],
-    change: str | None = None,
-    missing: str = "",
-) -> Row:
-    """Return a row; `change` is the one in percent if it is not given."""
-    first, second = values
-    if change is None:
-        change = f"{second / first - 1:+.0%}" if first and second is not None else ""
-    before, after = (missing if value is None else text(value) for value in values)
-    return name, before, after, change

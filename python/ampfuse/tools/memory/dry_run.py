@@ -22,51 +22,47 @@ ALWAYS_RUN = ("aten::mkldnn_rnn_layer",)
 SMALLEST_MAPPING = 64 * 1024
 
 
-class DryRun:
-    """Runs operators, or only computes the shapes of their results.
+def run_dry(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: FakeTensorMode
+) -> Any:
+    """Return the results of an operator, which runs, or whose shapes alone are computed.
 
     These run: operators on a GPU, views, operators on numbers (tensors with one element), and
     operators without floating-point tensors. The last two decide what a program does next, for
     example which rows it takes from a dataset, or whether it skips a step.
     """
-
-    def __init__(self) -> None:
-        self._fake_mode = FakeTensorMode()
-
-    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the operator's results."""
-        tensors = list(tensors_in((args, kwargs)))
-        if not hasattr(operator, "_schema"):  # a higher-order operator, which calls others
-            return operator(*args, **kwargs)
-        schema = operator._schema
-        if _must_run(operator, tensors):
-            return operator(*args, **kwargs)
-        are_new = [result.alias_info is None for result in schema.returns]
-        has_out = operator.namespace == "aten" and any(one.is_out for one in schema.arguments)
-        if schema.is_mutable and not any(are_new) and not has_out:
-            return _written(schema, args, kwargs)
-        try:
-            with self._fake_mode:
-                fakes: dict[int, Tensor] = {id(tensor): _fake(tensor) for tensor in tensors}
-                given = tree_map(lambda x: fakes.get(id(x), x), (args, kwargs))
-                results = operator(*given[0], **given[1])
-        except Exception:  # there is no rule for the shape, or it depends on numbers
-            return operator(*args, **kwargs)
-        if has_out:
-            for tensor in tensors:
-                if tensor.shape != fakes[id(tensor)].shape:
-                    tensor.resize_(fakes[id(tensor)].shape).zero_()
-            return _written(schema, args, kwargs)
-        found = list(tensors_in(results))
-        if any(result.layout != torch.strided for result in found):
-            return operator(*args, **kwargs)
-        inputs = {fake.untyped_storage()._cdata for fake in fakes.values()}
-        is_view = any(result.untyped_storage()._cdata in inputs for result in found)
-        is_constant = not tensors and not any(_is_large(result) for result in found)
-        if is_view or (is_constant and not schema.name.startswith("aten::empty")):
-            return operator(*args, **kwargs)
-        made = tree_map(lambda x: _zeros_like(x) if isinstance(x, Tensor) else x, results)
-        return made.fill_(True) if schema.name == "aten::isfinite" else made
+    tensors = list(tensors_in((args, kwargs)))
+    if not hasattr(operator, "_schema"):  # a higher-order operator, which calls others
+        return operator(*args, **kwargs)
+    schema = operator._schema
+    if _must_run(operator, tensors):
+        return operator(*args, **kwargs)
+    are_new = [result.alias_info is None for result in schema.returns]
+    has_out = operator.namespace == "aten" and any(one.is_out for one in schema.arguments)
+    if schema.is_mutable and not any(are_new) and not has_out:
+        return _written(schema, args, kwargs)
+    try:
+        with fake_mode:
+            fakes: dict[int, Tensor] = {id(tensor): _fake(tensor) for tensor in tensors}
+            given = tree_map(lambda x: fakes.get(id(x), x), (args, kwargs))
+            results = operator(*given[0], **given[1])
+    except Exception:  # there is no rule for the shape, or it depends on numbers
+        return operator(*args, **kwargs)
+    if has_out:
+        for tensor in tensors:
+            if tensor.shape != fakes[id(tensor)].shape:
+                tensor.resize_(fakes[id(tensor)].shape).zero_()
+        return _written(schema, args, kwargs)
+    found = list(tensors_in(results))
+    if any(result.layout != torch.strided for result in found):
+        return operator(*args, **kwargs)
+    inputs = {fake.untyped_storage()._cdata for fake in fakes.values()}
+    is_view = any(result.untyped_storage()._cdata in inputs for result in found)
+    is_constant = not tensors and not any(_is_large(result) for result in found)
+    if is_view or (is_constant and not schema.name.startswith("aten::empty")):
+        return operator(*args, **kwargs)
+    made = tree_map(lambda x: _zeros_like(x) if isinstance(x, Tensor) else x, results)
+    return made.fill_(True) if schema.name == "aten::isfinite" else made
 
 
 def _must_run(operator: Any, tensors: list[Tensor]) -> bool:

@@ -9,6 +9,7 @@ import inspect
 import sys
 import weakref
 from collections import Counter, deque
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ampfuse._graphs import is_in_backward
@@ -104,11 +105,12 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._exits.close()
         return True
 
-    def suspects(self, kept: set[int]) -> list[Suspect]:
-        """Return what the first step has left behind. `kept`: storages that are known to stay."""
+    def suspects(self, kept: Iterable[Any]) -> list[Suspect]:
+        """Return what the first step has left behind, without the tensors that are `kept`."""
+        storages = {tensor.untyped_storage()._cdata for tensor in stored_tensors_in(kept)}
         sizes: Counter[tuple[str, str]] = Counter()
         for key, (_, step, size, line, module) in self._live.items():
-            if step == 0 and key not in kept and size >= LEAST_BYTES:
+            if step == 0 and key not in storages and size >= LEAST_BYTES:
                 sizes[line, module] += size
         found = [
             Suspect(line, f"in {module}" if module else "", size)
@@ -180,8 +182,3 @@ def _is_library(owner: Any) -> bool:
     return module.partition(".")[0] in sys.stdlib_module_names or module.startswith(
         ("torch", "ampfuse")
     )
-
-
-def storages_of(tensors: list[Tensor]) -> set[int]:
-    """Return the keys of the tensors' storages, as `Look.suspects` takes them."""
-    return {tensor.untyped_storage()._cdata for tensor in stored_tensors_in(tensors)}

@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -17,7 +16,7 @@ from ampfuse._graphs import eager_only, uses_gpu
 from ampfuse._nested import params_of, states_of
 from ampfuse._texts import size_text
 from ampfuse.tools.hooks import FirstOptimizer, only_measures
-from ampfuse.tools.memory.growth import Look, Suspect, storages_of
+from ampfuse.tools.memory.growth import Look, Suspect
 
 WINDOW = 20  # growth is computed after so many steps, and later more rarely
 POINTS = 24  # most samples that growth is computed from, evenly over the second half of all
@@ -112,7 +111,9 @@ class Monitor:
             self.samples.append(Sample(self.steps, host_memory(), allocated))
         if self._look is not None:
             if self._look.end_step():
-                self.suspects = self._look.suspects(storages_of(_kept(optimizer)))
+                params = params_of(optimizer)
+                grads = [param.grad for param in params]
+                self.suspects = self._look.suspects([params, grads, states_of(optimizer)])
                 self._look = None
                 self._finds_leaks = False
         elif self._is_suspicious() and may_look and Look.may_begin():
@@ -173,11 +174,3 @@ def slope(steps: tuple[int, ...], sizes: tuple[int, ...]) -> float | None:
     growth = median(slopes)
     is_steady = steady > LEAST_STEADY and growth * (steps[-1] - steps[0]) >= LEAST_GROWTH
     return growth if is_steady else None
-
-
-def _kept(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors that stay from step to step: parameters, gradients and state."""
-    params = params_of(optimizer)
-    state = (value for entries in states_of(optimizer) for value in entries.values())
-    grads = (param.grad for param in params)
-    return [one for one in (*params, *grads, *state) if isinstance(one, Tensor)]

@@ -1,5 +1,6 @@
 """`plan`: how a training step fits into a budget of memory."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -169,13 +170,7 @@ def fewest_blocks(record: Record, budget: int) -> list[str]:
         allocations = checkpointed(record, order[:count])
         return replace(record, allocations=allocations).peak()[0]
 
-    low, high = 0, len(order)
-    if peak(high) >= peak(0):
+    if peak(len(order)) >= peak(0):
         return []
-    while low < high:
-        middle = (low + high) // 2
-        if peak(middle) <= budget:
-            high = middle
-        else:
-            low = middle + 1
-    return [block for block in record.blocks if block in order[:low]]
+    count = bisect_left(range(len(order)), True, key=lambda count: peak(count) <= budget)
+    return [block for block in record.blocks if block in order[:count]]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,7 @@ from ampfuse._graphs import is_in_backward
 from ampfuse._nested import have_own_operators, params_of, states_of, stored_tensors_in
 from ampfuse.tools.hooks import FirstOptimizer, hook_modules, hook_steps, only_measures, replace
 from ampfuse.tools.memory import scratch
-from ampfuse.tools.memory.dry_run import DryRun
+from ampfuse.tools.memory.dry_run import run_dry
 from ampfuse.tools.memory.record import (
     BACKWARD,
     BUFFERS,
@@ -58,7 +59,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_adam = False
         self.steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """The number of steps that each optimizer has taken."""
-        self._dry_run = DryRun()
+        self._fake_mode = FakeTensorMode()
         self._now = 0
         self._begin = 0
         self._live: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
@@ -145,7 +146,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._phases[-1][1] == BACKWARD:
             for one in inputs:
                 one.used = self._now if one.used is None else one.used
-        results = self._dry_run.run(operator, args, kwargs)
+        results = run_dry(operator, args, kwargs, self._fake_mode)
         self._note_scratch(operator, args, results)
         self._count_operations(operator, args, kwargs, results)
         is_data = not (self._stack or any(tensor.requires_grad for tensor in given))
