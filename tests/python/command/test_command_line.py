@@ -45,8 +45,8 @@ def test_error_for_bad_arguments_is_one_line_before_the_program_runs(programs, l
     ("line", "usage"),
     [
         ("", "[options] script.py"),
-        ("compare", "compare before.json after.json"),
-        ("compare a.json", "compare before.json after.json"),
+        ("compare", "compare [-h] before.json after.json"),
+        ("compare a.json", "compare [-h] before.json after.json"),
     ],
 )
 def test_usage_is_printed_if_words_are_missing(programs, line, usage):

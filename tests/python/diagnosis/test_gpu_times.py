@@ -50,55 +50,59 @@ def gpu(monkeypatch):
 def train(gpu, host, steps=64):
     """Train with phases that take `host` ms of the host each."""
     times = GpuTimes()
-    for _ in range(steps):
+    for step in range(1, steps + 1):
         for phase, milliseconds in PHASES.items():
             gpu.work(milliseconds)
             gpu.host += host
             if times.is_live:
                 times.noted(phase, begins=False)
         times.read([(phase, 0.0) for phase in PHASES])
-        times.step_ends(None, 1, {})
+        times.step_ends(None, step, {})
     return times
 
 
 def test_times_of_a_busy_gpu_are_those_of_its_work(gpu):
     times = train(gpu, host=2.0)
     gpu.host = gpu.given
-    times.step_ends(None, 1, {})
-    assert times.steps >= 1
     # The first event ends the first phase, so it has no beginning.
     assert times.milliseconds() == pytest.approx({FORWARD: 20, BACKWARD: 40, OPTIMIZER: 10})
-    assert times.idle == 0
-    assert times.phases >= 3
+    assert times.idle() == 0
 
 
-def test_gpu_that_waits_for_the_host_is_noticed_in_few_steps(gpu):
+def test_gpu_that_waits_for_the_host_is_noticed_in_every_eighth_step(gpu):
     times = train(gpu, host=50.0, steps=80)
-    assert times.steps in range(4, 11)
-    assert times.idle == times.phases > 0
+    assert len(times._steps) == 9  # those after steps 8, 16, …, 72
+    assert times.idle() == 1.0
     assert times.milliseconds()[BACKWARD] == pytest.approx(50)
+
+
+def test_steps_that_the_gpu_has_not_finished_do_not_count(gpu):
+    times = train(gpu, host=2.0, steps=9)
+    assert times.milliseconds() is None
+    gpu.host = gpu.given
+    assert times.milliseconds() is not None
 
 
 def test_captured_steps_are_not_measured(gpu):
     gpu.is_capturing = True
     assert train(gpu, host=50.0).milliseconds() is None
-    times = GpuTimes()
-    times.is_live = True
-    times.noted(FORWARD, begins=False)
-    assert not times.is_live
 
 
 def test_steps_on_several_streams_are_not_measured(gpu, monkeypatch):
+    streams = iter([gpu, Gpu()])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: next(streams))
     times = GpuTimes()
     times.is_live = True
     times.noted(FORWARD, begins=True)
-    monkeypatch.setattr(torch.cuda, "current_stream", Gpu)
     times.noted(FORWARD, begins=False)
-    assert not times.is_live
+    times.read([(FORWARD, 0.0)] * 2)
+    times.step_ends(None, 1, {})
+    assert times.milliseconds() is None
 
 
 def test_program_without_gpu_has_no_times():
     times = GpuTimes()
-    for _ in range(20):
-        times.step_ends(None, 1, {})
+    for step in range(20):
+        times.step_ends(None, step, {})
     assert times.milliseconds() is None
+    assert times.idle() == 0

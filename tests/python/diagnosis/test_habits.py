@@ -10,8 +10,7 @@ import pytest
 import torch
 from ampfuse.patching import losses, patch, unpatch
 from ampfuse.tools.diagnosis.clock import StepClock
-from ampfuse.tools.diagnosis.habits import Habits
-from ampfuse.tools.diagnosis.logits import WideLogits
+from ampfuse.tools.diagnosis.habits import Habits, WideLogits
 from torch import nn
 from torch.nn import functional
 

@@ -12,7 +12,7 @@ BIG = (300, 200)  # more bytes than the smallest mapping
 
 
 def in_dry_run(function):
-    with Recorder(for_gpu=False):
+    with Recorder("cpu"):
         return function()
 
 

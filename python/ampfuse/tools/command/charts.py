@@ -8,15 +8,6 @@ from typing import Any
 
 from ampfuse.tools.command import show
 
-COLORS = {
-    "input": "#d9730d",
-    "forward": "#4a90d9",
-    "backward": "#1f4e79",
-    "optimizer": "#4f8a3c",
-    "scaler": "#a9d18e",
-    "other": "#9a9a9a",
-}
-
 
 def import_matplotlib() -> None:
     """Import matplotlib while threads can still start: its first import uses one to find fonts."""
@@ -59,7 +50,6 @@ def draw_steps(steps: dict[str, Any], axes: Any) -> None:
         timeline.pop("step"),
         *timeline.values(),
         labels=[f"{name} {milliseconds[name]:,.1f} ms" for name in timeline],
-        colors=[COLORS[name] for name in timeline],
         step="post",
     )
     totals = [sum(step) for step in zip(*timeline.values(), strict=True)]
@@ -69,11 +59,7 @@ def draw_steps(steps: dict[str, Any], axes: Any) -> None:
 
 def draw_memory(memory: dict[str, Any], axes: Any) -> None:
     """Draw memory over steps."""
-    names = {
-        "host": "memory of the process, without pages of files",
-        "gpu": "memory of tensors on the GPU",
-    }
-    for name, label in names.items():
+    for name, label in (("host", "the process, without pages of files"), ("gpu", "on the GPU")):
         if any(memory[name]):
             axes.plot(memory["step"], [size / 2**20 for size in memory[name]], label=label)
     axes.set(title="Memory after each step", ylabel="MiB", ylim=(0, None))

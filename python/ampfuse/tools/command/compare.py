@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,28 +11,26 @@ from typing import Any, NoReturn
 from ampfuse._texts import size_text
 from ampfuse.tools.command.options import refuse
 
-USAGE = "python -m ampfuse compare before.json after.json"
-HELP = f"""usage: {USAGE}
-
-Print what differs between two runs: times, memory, skipped steps and hints.
-
-examples:
+EPILOG = """examples:
   python -m ampfuse --json before.json train.py
   python -m ampfuse --json after.json train.py --workers 4
   python -m ampfuse compare before.json after.json"""
-LEAST_SHARE = 0.01  # of a step, of a phase that is shown
+KEYS = {"program", "steps", "scalers", "peak_memory", "hints"}
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run `python -m ampfuse compare` with these arguments."""
-    if "--help" in arguments or "-h" in arguments:
-        print(HELP)
-        sys.exit(0)
-    if len(arguments) != 2 or any(name.startswith("-") for name in arguments):
-        print(f"usage: {USAGE}", file=sys.stderr)
-        sys.exit(2)
-    before, after = map(read, arguments)
-    table = [("", *arguments, "change"), *rows(before, after)]
+    parser = ArgumentParser(
+        prog="python -m ampfuse compare",
+        description="Print what differs between two runs: times, memory, skipped steps and hints.",
+        epilog=EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("before", metavar="before.json")
+    parser.add_argument("after", metavar="after.json")
+    given = parser.parse_args(arguments)
+    before, after = read(given.before), read(given.after)
+    table = [("", given.before, given.after, "change"), *rows(before, after)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for name, *cells in table:
         numbers = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
@@ -45,7 +44,6 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def _kind(hint: str) -> str:
-    """Return a hint without its numbers."""
     return re.sub(r"\d[\d.,]*", "", hint)
 
 
@@ -55,10 +53,7 @@ def read(name: str) -> dict[str, Any]:
         report = json.loads(Path(name).read_text())
     except (OSError, ValueError) as error:
         refuse(f"compare: cannot read {name}: {error}")
-    if (
-        not isinstance(report, dict)
-        or not {"program", "steps", "scalers", "peak_memory", "hints"} <= report.keys()
-    ):
+    if not isinstance(report, dict) or not report.keys() >= KEYS:
         refuse(f"compare: {name} is not a report that python -m ampfuse --json has written")
     return report
 
@@ -70,6 +65,8 @@ def rows(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, .
     both = [dict(figures(report)) for report in (before, after)]
     for name in dict.fromkeys([*both[0], *both[1]]):
         values = [of_report.get(name) for of_report in both]
+        if name.startswith("  ") and not any(values):
+            continue  # a phase that neither program has
         texts = ["" if value is None else _text(name, value) for value in values]
         first, second = values
         change = f"{second / first - 1:+.0%}" if first and second is not None else ""
@@ -83,11 +80,10 @@ def figures(report: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Return the figures of a report, each with its name."""
     if (steps := report["steps"]) is not None:
         yield "steps", steps["count"]
-        yield "a step", (whole := sum(steps["milliseconds"].values()))
+        yield "a step", sum(steps["milliseconds"].values())
         yield "  median", steps["quartiles"][1]
         for phase, time in steps["milliseconds"].items():
-            if time > LEAST_SHARE * whole:
-                yield f"  {phase}", time
+            yield f"  {phase}", time
     for device, size in report["peak_memory"].items():
         yield "peak memory" if device == "host" else f"peak on {device}", size
     if scalers := report["scalers"]:

@@ -28,9 +28,10 @@ from ampfuse._texts import bytes_of, size_text
 from ampfuse.tools.command import program
 from ampfuse.tools.command.options import Parser, checked, refuse
 from ampfuse.tools.hooks import replace
-from ampfuse.tools.memory.account import Account, account_of, recording
+from ampfuse.tools.memory.account import Account, account_of
 from ampfuse.tools.memory.batch import search
 from ampfuse.tools.memory.record import Record
+from ampfuse.tools.memory.recorder import Recorder
 
 USAGE = """python -m ampfuse memory [options] script.py [arguments of the script]
        python -m ampfuse memory [options] -m module [arguments of the module]"""
@@ -86,7 +87,7 @@ def run(chosen: Namespace) -> Account:
             record = recorder.record()
         raise DoneError
 
-    with recording(chosen.device, after_step) as recorder:
+    with Recorder(chosen.device, after_step) as recorder:
         try:
             raised = program.run(chosen.words, chosen.is_module)
         except program.NoProgramError as error:
@@ -181,11 +182,12 @@ def largest_batch(chosen: Namespace, account: Account, batches: list[int], folde
 
     largest = search(peak_of, chosen.fit, TRIALS, peaks)
     room = size_text(chosen.fit)
-    if largest == 0:
-        return "\n".join([f"no batch fits in {room}", *failures[:1]])
-    at_least = "at least " if failures else ""  # something else than memory was the limit
-    found = f"{at_least}{largest}, which takes {size_text(peaks[largest])}"
-    return "\n".join([f"largest batch in {room}: {found}", *failures[:1]])
+    found = f"no batch fits in {room}"
+    if largest:
+        at_least = "at least " if failures else ""  # something else than memory was the limit
+        size = size_text(peaks[largest])
+        found = f"largest batch in {room}: {at_least}{largest}, which takes {size}"
+    return "\n".join([found, *failures[:1]])
 
 
 def parse(arguments: Sequence[str]) -> Namespace:

@@ -11,14 +11,11 @@ from typing import Any, NoReturn
 import torch
 
 import ampfuse
-from ampfuse.patching.parts import PARTS, chosen
+from ampfuse.patching.parts import chosen
 
 USAGE = """python -m ampfuse [options] script.py [arguments of the script]
        python -m ampfuse [options] -m module [arguments of the module]
-       python -m ampfuse memory [options] script.py [arguments of the script]
-       python -m ampfuse advise [options] script.py [arguments of the script]
-       python -m ampfuse compare before.json after.json
-       python -m ampfuse env"""
+       python -m ampfuse memory|advise|compare|env ..."""
 
 DESCRIPTION = """Run a program as it is, with ampfuse: while it runs, names of torch mean ampfuse's.
 At the end, print what was used and what to change. PARTS are some of these names,
@@ -29,25 +26,18 @@ with commas between them:
   cross_entropy   torch.nn.functional.cross_entropy, and so torch.nn.CrossEntropyLoss
   clip_grad_norm  torch.nn.utils.clip_grad_norm_"""
 
-EPILOG = f"""A script named - is read from standard input.
+EPILOG = """A script named - is read from standard input.
 
-other commands:
+other commands, of which all but env have a --help of their own:
   memory           run two steps without computing numbers, and print what memory is for
   advise           run in float32 and in 16 bits, and print which precision suits
   compare          print what differs between two reports that --json has written
   env              print what is installed, what works here, and what to change
-'memory', 'advise' and 'compare' have a --help of their own.
 
 examples:
   python -m ampfuse train.py --epochs 3
   python -m ampfuse --without optimizers -m package.train
-  torchrun --nproc-per-node 2 --module ampfuse train.py
-
-what is gained, measured:
-  python -m ampfuse --json ours.json train.py
-  python -m ampfuse --without {",".join(PARTS)} --json torch.json train.py
-  python -m ampfuse compare torch.json ours.json"""
-
+  torchrun --nproc-per-node 2 --module ampfuse train.py"""
 
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -72,20 +62,26 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
         self.add_argument("--json", type=checked(output), metavar="FILE", help=json)
         self.add_argument("--plot", type=checked(picture), metavar="FILE", help=plot)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Return our options, with `words`, the program's name and arguments, and `is_module`."""
-        valued = {
-            name
-            for action in self._actions
-            if action.nargs is None  # it takes one value
-            for name in action.option_strings
-        }
-        own, is_module, words = parted(arguments, valued)
-        given = self.parse_args(own, argparse.Namespace(is_module=is_module, words=words))
-        if not words:
+        """Return our options, with `words`, the program's name and arguments, and `is_module`.
+
+        The syntax is Python's: `-mpackage` is a module, `--` may stand before a script, and `-` is
+        a script on standard input.
+        """
+        count = len(arguments)
+        end = next((i for i in range(count) if arguments[i].startswith("-m")), count)
+        given = self.parse_args(arguments[:end])
+        given.is_module = end < count and not given.words  # if not, -m belongs to the script
+        given.words += arguments[end:]
+        if given.is_module:
+            given.words[0] = given.words[0].removeprefix("-m")
+        if given.words[:1] in ([""], ["--"]):
+            del given.words[0]
+        if not given.words:
             self.print_usage(sys.stderr)
             sys.exit(2)
         return given
@@ -104,15 +100,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         json="write the report to a file, as JSON",
         plot="draw steps, memory and loss scale; needs matplotlib",
     )
-    for name, help in (("--only", "only these parts"), ("--without", "all parts but these")):
-        parser.add_argument(
-            name,
-            action="extend",
-            default=[],
-            type=names_in,
-            metavar="PARTS",
-            help=f"replace {help}",
-        )
+    parts: dict[str, Any] = {"action": "extend", "default": [], "metavar": "PARTS"}
+    parts["type"] = lambda names: names.split(",")
+    parser.add_argument("--only", help="replace only these parts", **parts)
+    parser.add_argument("--without", help="replace all parts but these", **parts)
     parser.add_argument("--quiet", action="store_true", help="print no summary")
     version = f"ampfuse {ampfuse.__version__}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version, help="print the versions")
@@ -124,32 +115,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         refuse(str(error))
     return given
-
-
-def names_in(text: str) -> list[str]:
-    """Return the names in a text, with commas between them."""
-    return [name.strip() for name in text.split(",")]
-
-
-def parted(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], bool, list[str]]:
-    """Return our options, True if a module follows, and the program's name with its arguments.
-
-    The syntax is Python's: `-mpackage` is a module, `--` may stand before a script, and `-` is a
-    script on standard input. `valued`: the options that take a value.
-    """
-    words = list(arguments)
-    index = 0
-    while index < len(words):
-        word = words[index]
-        own, rest = words[:index], words[index + 1 :]
-        if word == "--":
-            return own, False, rest
-        if word.startswith("-m"):
-            return own, True, [word[2:], *rest] if word[2:] else rest
-        if word == "-" or not word.startswith("-"):
-            return own, False, [word, *rest]
-        index += 2 if word in valued else 1
-    return words, False, []
 
 
 def checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import resource
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,7 +33,7 @@ def report(
     recorded = list(RECORDING.scalers)
     for scaler in recorded:
         try:
-            scalers.append(_of_scaler(scaler))
+            scalers.append(_describe_scaler(scaler))
         except Exception as error:  # for example a GPU error that the program has caused
             hints.append(f"The record of a scaler cannot be read: {error}")
     hints += [hint for scaler in scalers for hint in _hints(scaler)]
@@ -69,11 +68,7 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 def in_json(value: Any) -> Any:
     """Return nested values with None in place of NaN and infinities."""
-    if isinstance(value, dict):
-        return {key: in_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [in_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def how_it_ended(raised: BaseException | None) -> str:
@@ -86,7 +81,7 @@ def how_it_ended(raised: BaseException | None) -> str:
     return f"by {type(raised).__name__}"
 
 
-def _of_scaler(scaler: GradScaler) -> dict[str, Any]:
+def _describe_scaler(scaler: GradScaler) -> dict[str, Any]:
     history = GradScaler.history(scaler)  # the program may have replaced `history`
     updates = scaler._history.recorded_updates()
     return {

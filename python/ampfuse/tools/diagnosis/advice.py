@@ -12,10 +12,9 @@ import torch
 from ampfuse._graphs import uses_gpu
 from ampfuse._texts import size_text
 from ampfuse.tools.diagnosis.gpu_times import GpuTimes
-from ampfuse.tools.diagnosis.habits import WATCHED, Habits
+from ampfuse.tools.diagnosis.habits import WATCHED, Habits, WideLogits
 from ampfuse.tools.diagnosis.lines import Line, merged
 from ampfuse.tools.diagnosis.loaders import Loader
-from ampfuse.tools.diagnosis.logits import WideLogits
 from ampfuse.tools.diagnosis.phases import INPUT, OTHER
 from ampfuse.tools.memory.monitor import Monitor
 
@@ -36,16 +35,16 @@ def hints(steps: dict[str, Any], loaders: list[Loader], lines: list[Line]) -> It
     whole = sum(milliseconds.values())
     wait = milliseconds[INPUT]
     loaders = [loader for loader in loaders if loader.trains]
-    about_start = list(about_starts(loaders, steps["measured"] * whole / 1e3))
-    yield from about_start
-    if loaders and not about_start and wait > max(WORTH_A_HINT * whole, LEAST_WAIT):
+    starts = list(explain_starts(loaders, steps["measured"] * whole / 1e3))
+    yield from starts
+    if loaders and not starts and wait > max(WORTH_A_HINT * whole, LEAST_WAIT):
         loader = max(loaders, key=lambda one: one.waited)
         per_step = loader.batches / steps["measured"]
-        yield about_input(loader, per_step, wait, whole - wait) + about_slowest(loader, lines)
-    yield from about_lines(lines, milliseconds[OTHER] / whole)
+        yield explain_input(loader, per_step, wait, whole - wait) + name_slowest(loader, lines)
+    yield from explain_lines(lines, milliseconds[OTHER] / whole)
 
 
-def about_input(loader: Loader, per_step: float, wait: float, rest: float) -> str:
+def explain_input(loader: Loader, per_step: float, wait: float, rest: float) -> str:
     """Return a hint for steps that wait `wait` ms for input, and take `rest` ms besides.
 
     `per_step`: batches of a step, more than one if gradients are accumulated.
@@ -75,7 +74,7 @@ def about_input(loader: Loader, per_step: float, wait: float, rest: float) -> st
     )
 
 
-def about_slowest(loader: Loader, lines: list[Line]) -> str:
+def name_slowest(loader: Loader, lines: list[Line]) -> str:
     """Return a sentence about the line that takes most of the loading, or an empty text."""
     slowest = loader.slowest_line()
     inputs = [line for line in lines if line.phase == INPUT]
@@ -85,7 +84,7 @@ def about_slowest(loader: Loader, lines: list[Line]) -> str:
     return f" {slowest.share:.0%} of the loading is at {named(slowest)}." if slowest else ""
 
 
-def about_starts(loaders: list[Loader], total: float) -> Iterator[str]:
+def explain_starts(loaders: list[Loader], total: float) -> Iterator[str]:
     """Return a hint if workers are started often, in a program that has trained `total` seconds."""
     for loader in loaders:
         seconds = sum(loader.starts[1:])
@@ -97,7 +96,7 @@ def about_starts(loaders: list[Loader], total: float) -> Iterator[str]:
             )
 
 
-def about_lines(lines: list[Line], other: float) -> Iterator[str]:
+def explain_lines(lines: list[Line], other: float) -> Iterator[str]:
     """Return hints about lines that wait for the GPU, or that are outside of training.
 
     `other`: the part of the time outside of forward, backward and optimizer.
@@ -129,7 +128,7 @@ def about_lines(lines: list[Line], other: float) -> Iterator[str]:
             )
 
 
-def about_habits(habits: Habits, steps: int) -> Iterator[str]:
+def explain_habits(habits: Habits, steps: int) -> Iterator[str]:
     """Return hints about what a program does in each step."""
     if habits.anomaly_checks > MOSTLY * min(steps, WATCHED):
         yield (
@@ -156,7 +155,7 @@ def about_habits(habits: Habits, steps: int) -> Iterator[str]:
         )
 
 
-def about_logits(logits: WideLogits) -> Iterator[str]:
+def explain_logits(logits: WideLogits) -> Iterator[str]:
     """Return a hint about logits that are converted to float32."""
     if logits.bytes >= LEAST_LOGITS:
         where = "" if logits.place is None else f" before {logits.place.where}"
@@ -167,32 +166,27 @@ def about_logits(logits: WideLogits) -> Iterator[str]:
         )
 
 
-def about_memory(memory: Monitor) -> Iterator[str]:
+def explain_memory(memory: Monitor) -> Iterator[str]:
     """Return a hint about memory that grows."""
     growth = memory.growth()
     # Without tensors, only long growth is more than noise: most programs append to some list.
     is_certain = any(one.bytes for one in memory.suspects) or memory.steps >= MANY_STEPS
     if growth is None or not memory.suspects or not is_certain:
         return
-    places = [
-        f"tensors stay that are made at {f'{where} {what}'.rstrip()} ({size_text(size)} a step)"
-        if size
-        else f"{where} is now a {what}"
-        for where, what, size in memory.suspects
-    ]
-    text = f"Memory grows by {size_text(growth)} a step: {', '.join(places)}."
+    suspects = "; ".join(map(str, memory.suspects))
+    text = f"Memory grows by {size_text(growth)} a step, and this stays: {suspects}."
     if sum(one.bytes for one in memory.suspects) < MOSTLY * growth:
         text += " The rest may be freed memory between them, which cannot be given back."
     yield f"{text} Keep numbers (loss.item()) or detached tensors (loss.detach())."
 
 
-def about_gpu(gpu: GpuTimes) -> Iterator[str]:
+def explain_gpu(gpu: GpuTimes) -> Iterator[str]:
     """Return a hint if the GPU waits for the host."""
-    if gpu.steps and gpu.idle > MOSTLY * gpu.phases:
+    if (idle := gpu.idle()) > MOSTLY:
         yield (
-            f"The GPU had nothing left to do at the end of {gpu.idle / gpu.phases:.0%} of the "
-            "phases: it waits for the host. torch.compile, ampfuse.GraphedStep or a larger batch "
-            "give it more work at a time."
+            f"The GPU had nothing left to do at the end of {idle:.0%} of the phases: it waits for "
+            "the host. torch.compile, ampfuse.GraphedStep or a larger batch give it more work at a "
+            "time."
         )
 
 

@@ -12,9 +12,8 @@ from ampfuse.patching import losses
 from ampfuse.tools.diagnosis import advice
 from ampfuse.tools.diagnosis.clock import StepClock
 from ampfuse.tools.diagnosis.gpu_times import GpuTimes
-from ampfuse.tools.diagnosis.habits import Habits
+from ampfuse.tools.diagnosis.habits import Habits, WideLogits
 from ampfuse.tools.diagnosis.lines import LineSampler, merged
-from ampfuse.tools.diagnosis.logits import WideLogits
 from ampfuse.tools.diagnosis.phases import FIRST_STEPS, LEAST_STEPS, PHASES, Interval, Listener
 from ampfuse.tools.hooks import replace
 from ampfuse.tools.memory.monitor import Monitor
@@ -105,10 +104,10 @@ class Diagnosis(Listener):
         found: list[str] = []
         if (steps := self.steps()) is not None:
             found += advice.hints(steps, self.clock.loaders, self.lines.lines())
-        found += advice.about_gpu(self.gpu)
-        found += advice.about_habits(self.habits, self.clock.steps)
-        found += advice.about_logits(self.logits)
-        found += advice.about_memory(self.monitor)
+        found += advice.explain_gpu(self.gpu)
+        found += advice.explain_habits(self.habits, self.clock.steps)
+        found += advice.explain_logits(self.logits)
+        found += advice.explain_memory(self.monitor)
         if self.clock.error is not None:
             found.append(f"Measuring has ended by an error of ampfuse: {self.clock.error!r}.")
         return found

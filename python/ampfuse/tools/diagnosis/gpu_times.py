@@ -1,6 +1,8 @@
 """Measures how long the GPU is busy with the phases of steps, and whether it waits for the host."""
 
-from collections import defaultdict
+from collections import Counter
+from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,29 +18,20 @@ class GpuTimes(Listener):
     """The GPU's time for each phase, in every eighth step: the time between two events."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        """Steps that were measured."""
-        self.phases = 0
-        """Phases of these steps that give the GPU work."""
-        self.idle = 0
-        """Phases that ended when the GPU had no work left."""
-        self._milliseconds: defaultdict[str, float] = defaultdict(float)
-        self._count = 0
-        self._stream: Any = None  # of all events
+        self._streams: set[Any] = set()  # of this step's events; None if a graph is captured
         self._events: list[tuple[Any, bool]] = []  # for each note; True: the GPU was idle then
         self._phases: list[str] = []  # that end with the events
+        self._steps: list[list[tuple[Any, bool, str]]] = []
 
     def noted(self, phase: str, begins: bool) -> None:
         """Record an event."""
         stream = None if is_capturing() else torch.cuda.current_stream()
-        if not self.is_live or stream is None or stream != (self._stream or stream):
-            self._stop()  # events can be compared only on one stream
-            return
-        self._stream = stream
-        is_idle = stream.query()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        self._events.append((event, is_idle))
+        self._streams.add(stream)
+        if stream is not None:
+            is_idle = stream.query()
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(stream)
+            self._events.append((event, is_idle))
 
     def read(self, intervals: list[Interval]) -> None:
         """Note the phases to which the events belong."""
@@ -46,38 +39,34 @@ class GpuTimes(Listener):
             self._phases += [phase for phase, _ in intervals]
 
     def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:
-        """Begin or end to measure, and read the events when the GPU has come that far."""
-        self._count += 1
-        if is_capturing():
-            self._stop()
-        elif self.is_live:
-            self.is_live = False
-        elif self._events and self._events[-1][0].query():
-            self._count_events()
-            self._stop()
-        elif not self._events and self._count % EVERY == 0 and uses_gpu():
-            self.is_live = True
+        """Keep the events of this step if they can be compared, which needs one stream."""
+        if self._events and len(self._streams) == 1 and len(self._events) == len(self._phases):
+            pairs = zip(self._events, self._phases, strict=True)
+            self._steps.append([(event, is_idle, phase) for (event, is_idle), phase in pairs])
+        for kept in (self._streams, self._events, self._phases):
+            kept.clear()
+        self.is_live = step % EVERY == 0 and uses_gpu()
 
-    def _count_events(self) -> None:
-        if len(self._events) != len(self._phases):
-            return
-        self.steps += 1
-        begin = self._events[0][0]
-        for (end, is_idle), phase in zip(self._events[1:], self._phases[1:], strict=True):
-            self._milliseconds[phase] += begin.elapsed_time(end)
-            begin = end
-            if phase in (FORWARD, BACKWARD, OPTIMIZER):
-                self.phases += 1
-                self.idle += is_idle
+    def _finished(self) -> list[list[tuple[Any, bool, str]]]:
+        with suppress(RuntimeError):  # of the GPU, which the program may have caused
+            return [step for step in self._steps if step[-1][0].query()]
+        return []
 
     def milliseconds(self) -> dict[str, float] | None:
         """Return the mean milliseconds of each phase, or None without a GPU."""
-        if self.steps == 0:
-            return None
-        return {phase: time / self.steps for phase, time in self._milliseconds.items()}
+        times: Counter[str] = Counter()
+        steps = self._finished()
+        for step in steps:
+            for (begin, *_), (end, _, phase) in pairwise(step):
+                times[phase] += begin.elapsed_time(end)
+        return {phase: time / len(steps) for phase, time in times.items()} or None
 
-    def _stop(self) -> None:
-        self.is_live = False
-        self._stream = None
-        self._events.clear()
-        self._phases.clear()
+    def idle(self) -> float:
+        """Return the part of the phases with work for the GPU at whose end it had none left."""
+        ends = [
+            is_idle
+            for step in self._finished()
+            for _, is_idle, phase in step[1:]
+            if phase in (FORWARD, BACKWARD, OPTIMIZER)
+        ]
+        return sum(ends) / max(len(ends), 1)

@@ -1,4 +1,4 @@
-"""Notices what costs time, or adds old gradients to new ones, in each step."""
+"""Notices what costs time or memory, or adds old gradients to new ones, in each step."""
 
 import weakref
 
@@ -6,13 +6,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampfuse._dtypes import DTYPES_16_BIT
 from ampfuse._graphs import compiled_graphs
 from ampfuse._nested import params_of
 from ampfuse.gradients.shards import local
 from ampfuse.tools.diagnosis.phases import BACKWARD, FIRST_STEPS, Listener
+from ampfuse.tools.program_lines import Place, current_line
 
 CERTAIN = 5  # steps in a row that keep the gradients of the step before
 WATCHED = 20  # steps
+VIEWS = ("View", "Alias", "Slice", "Select", "Clone")  # between conversion and loss
+MOST_VIEWS = 4
 
 
 class Habits(Listener):
@@ -82,3 +86,37 @@ class Habits(Listener):
     def _gradient(self) -> Tensor | None:
         param = None if self._param is None else self._param()
         return None if param is None else param.grad
+
+
+class WideLogits:
+    """Remembers the largest logits that were converted."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.dtype: torch.dtype | None = None
+        """The dtype before the conversion."""
+        self.place: Place | None = None
+
+    def __call__(self, logits: Tensor) -> None:
+        """Look at the logits of a loss."""
+        if logits.dtype != torch.float32 or logits.nbytes <= self.bytes:
+            return
+        dtype = dtype_before(logits)
+        if dtype in DTYPES_16_BIT:
+            self.bytes, self.dtype = logits.nbytes, dtype
+            self.place = current_line()
+
+
+def dtype_before(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype from which a tensor was converted, if autograd knows it."""
+    node = tensor.grad_fn
+    for _ in range(MOST_VIEWS + 1):
+        if node is None:
+            return None
+        source = node.next_functions[0][0] if node.next_functions else None
+        if node.name() == "ToCopyBackward0":
+            return None if source is None else source._input_metadata[0].dtype
+        if not node.name().removesuffix("Backward0").endswith(VIEWS):
+            return None
+        node = source
+    return None

@@ -13,10 +13,9 @@ from typing import NamedTuple
 from ampfuse.tools.diagnosis.phases import Interval
 from ampfuse.tools.program_lines import Place, place, program_frame
 
-# Seconds between two samples, on average. A sample takes the program about half a millisecond, so
-# there are fewer when the program has run for some seconds.
-INTERVAL = 0.03
-LONGEST_INTERVAL = 0.2
+# Mean seconds between two samples, which differ, since steps may take as long. A sample takes the
+# program about half a millisecond.
+INTERVAL = 0.05
 MOST_RECENT = 1000  # samples, in a program that takes no steps
 
 
@@ -93,22 +92,15 @@ class LineSampler:
         return sorted(lines, key=lambda line: -line.share)
 
     def _run(self) -> None:
+        last = time.perf_counter()
         try:
-            self._sample_until_done()
+            while not self._done.wait(INTERVAL * self._random.uniform(0.5, 1.5)):
+                frame = program_frame(sys._current_frames().get(self._sampled))
+                now = time.perf_counter()
+                if frame is not None:
+                    # The wait is longer than it was meant to be if a line keeps Python's lock.
+                    self._recent.append((now, frame.f_code, frame.f_lasti, now - last))
+                last = now
+                del frame
         finally:
             self._ended.set()
-
-    def _sample_until_done(self) -> None:
-        start = last = time.perf_counter()
-        while True:
-            longest = min((last - start) / 100, LONGEST_INTERVAL)
-            # Steps may take as long as an interval, so intervals differ.
-            if self._done.wait(max(INTERVAL, longest) * self._random.uniform(0.5, 1.5)):
-                return
-            frame = program_frame(sys._current_frames().get(self._sampled))
-            now = time.perf_counter()
-            if frame is not None:
-                # The wait is longer than it was meant to be if a line keeps Python's lock.
-                self._recent.append((now, frame.f_code, frame.f_lasti, now - last))
-            last = now
-            del frame

@@ -1,9 +1,7 @@
 """`account`: a breakdown of the peak memory of a training step."""
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from torch.optim import Optimizer
 
 from ampfuse._nested import params_of
 from ampfuse._texts import size_text, without_numbers
-from ampfuse.tools.memory.as_on_gpu import as_on_gpu
 from ampfuse.tools.memory.record import ACTIVATIONS, KINDS, Record
 from ampfuse.tools.memory.recorder import Recorder
 from ampfuse.tools.memory.restoring import restore_optimizer, unchanged
@@ -159,7 +156,7 @@ def recorded(
     if any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
         raise ValueError("model: expected initialized parameters: call the model once before")
     stance = torch.compiler.set_stance("force_eager")  # else torch.compile gives up on the model
-    with stance, unchanged(model, optimizer) as exits, recording(device) as recorder:
+    with stance, unchanged(model, optimizer) as exits, Recorder(device) as recorder:
 
         def meet(other: Optimizer) -> None:
             if other is not optimizer:
@@ -175,17 +172,6 @@ def recorded(
             if recorder.steps.get(optimizer, 0) < count:
                 raise ValueError("step: expected a call of optimizer.step() in each call, got none")
         return recorder.record()
-
-
-@contextmanager
-def recording(device: str, after_step: Callable[[], None] | None = None) -> Iterator[Recorder]:
-    """Record a dry run of the code in this block, as if it ran on the device."""
-    with ExitStack() as entered, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*when there are global hooks on modules.*")
-        recorder = Recorder(device == "cuda", after_step)
-        if device == "cuda":
-            entered.enter_context(as_on_gpu(recorder.sent))
-        yield entered.enter_context(recorder)
 
 
 def account_of(record: Record) -> Account:

@@ -57,8 +57,10 @@ class AsOnGpu(TorchFunctionMode):
         if name in ("cuda", "pin_memory") and isinstance(args[0], Tensor):
             return self._sent(args[0]) if name == "cuda" else args[0]
         if name == "backward" and isinstance(args[0], Tensor):
+            if "gradient" in kwargs:
+                kwargs["grad_tensors"] = kwargs.pop("gradient")
             with self:  # checkpoints call functions again in backward
-                return torch.autograd.backward(args[0], *args[1:], **_of_backward(kwargs))
+                return torch.autograd.backward(*args, **kwargs)
         if name in IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = in_float32((args, kwargs))
         if name == "to" and len(args) > 1 and type(args[1]) is int:  # the number of a GPU
@@ -67,11 +69,6 @@ class AsOnGpu(TorchFunctionMode):
         args, kwargs = tree_map(_on_cpu, (args, kwargs))
         result = function(*args, **kwargs)
         return self._sent(result) if is_move else result
-
-
-def _of_backward(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of `torch.autograd.backward` for those of `Tensor.backward`."""
-    return {("grad_tensors" if name == "gradient" else name): kwargs[name] for name in kwargs}
 
 
 def in_float32(values: Any) -> Any:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from traceback import walk_stack
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ampfuse._graphs import is_in_backward
 from ampfuse._nested import stored_tensors_in
+from ampfuse._texts import size_text
 from ampfuse.tools.hooks import hook_modules
 from ampfuse.tools.program_lines import file_name, is_of_program, program_frame
 
@@ -39,6 +40,12 @@ class Suspect(NamedTuple):
     what: str
     bytes: int
     """Bytes per step; 0 for a container, whose elements may be small."""
+
+    def __str__(self) -> str:
+        """Return the suspect as text."""
+        if self.bytes:
+            return f"{f'{self.where} {self.what}'.rstrip()}: {size_text(self.bytes)} a step"
+        return f"{self.where} has become a {self.what}"
 
 
 class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -58,7 +65,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._lengths = lengths()
+        self._lengths = {id(one): len(one) for one in gc.get_objects() if type(one) in CONTAINERS}
         self._step = 0
         self._modules: list[str] = []
         # Step, bytes, line and module of each storage that was allocated and is still live.
@@ -87,7 +94,9 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key not in self._live and storage not in self._known:
                 reference = weakref.ref(storage, partial(self._freed, key))
                 module = self._modules[-1] if self._modules else ""
-                line = program_line(sys._getframe(1))
+                frame = program_frame(sys._getframe(1))
+                # Backward may run in a thread of its own, without a frame of the program.
+                line = f"{file_name(frame.f_code)}:{frame.f_lineno}" if frame else "backward"
                 self._live[key] = (reference, self._step, storage.nbytes(), line, module)
         return results
 
@@ -127,18 +136,6 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leave_module(self, *_: Any) -> None:
         if self._modules:  # the look may begin inside a module
             self._modules.pop()
-
-
-def program_line(frame: FrameType | None) -> str:
-    """Return the innermost line of the program, as `"train.py:12"`."""
-    found = program_frame(frame)
-    # Backward may run in a thread of its own, without a frame of the program.
-    return f"{file_name(found.f_code)}:{found.f_lineno}" if found else "backward"
-
-
-def lengths() -> dict[int, int]:
-    """Return the lengths of all containers by id."""
-    return {id(one): len(one) for one in gc.get_objects() if type(one) in CONTAINERS}
 
 
 def grown(before: dict[int, int]) -> list[Suspect]:

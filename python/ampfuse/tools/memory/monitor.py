@@ -44,9 +44,6 @@ class Monitor:
     steps are recorded, and `suspects` names the lines and containers that hold the memory. The host
     does not wait for the GPU.
 
-    Args:
-        find_leaks: Record the allocations of two steps if memory grows.
-
     Examples:
         >>> import torch, ampfuse.memory
         >>> param = torch.nn.Parameter(torch.zeros(1000))
@@ -59,14 +56,14 @@ class Monitor:
         (3, True)
     """
 
-    def __init__(self, *, find_leaks: bool = True) -> None:
+    def __init__(self) -> None:
         self.steps = 0
         """The number of steps so far."""
         self.samples: list[Sample] = []
         """The memory after steps. If there are many, only every second, fourth, … older one."""
         self.suspects: list[Suspect] = []
         """What holds the memory that grows."""
-        self._finds_leaks = find_leaks
+        self._has_looked = False
         self._look: Look | None = None
         self._next_sample = 0.0
         self._next_test = WINDOW  # for growth, after so many steps
@@ -115,13 +112,13 @@ class Monitor:
                 grads = [param.grad for param in params]
                 self.suspects = self._look.suspects([params, grads, states_of(optimizer)])
                 self._look = None
-                self._finds_leaks = False
+                self._has_looked = True
         elif self._is_suspicious() and may_look and Look.may_begin():
             gc.collect()
             self._look = Look()
 
     def _is_suspicious(self) -> bool:
-        if not self._finds_leaks or self.steps < self._next_test:
+        if self._has_looked or self.steps < self._next_test:
             return False
         self._next_test = self.steps + max(WINDOW, self.steps // 4)
         return self.growth() is not None
@@ -147,13 +144,8 @@ class Monitor:
             return f"{self.steps} steps are too few to tell whether memory grows"
         if growth is None:
             return f"no growth over {self.steps} steps"
-        lines = [f"memory grows by {size_text(growth)} a step"]
-        for where, what, size in self.suspects:
-            if size:
-                lines.append(f"{f'  {where} {what}'.rstrip()}: {size_text(size)} a step")
-            else:
-                lines.append(f"  {where} has become a {what}")
-        return "\n".join(lines)
+        suspects = [f"  {one}" for one in self.suspects]
+        return "\n".join([f"memory grows by {size_text(growth)} a step", *suspects])
 
 
 def host_memory() -> int:

@@ -19,7 +19,7 @@ from ampfuse.tools.memory.what_if import (
     MASTER_WEIGHTS,
     REMAINDERS,
     checkpointed,
-    saved_bytes,
+    recomputed,
 )
 
 OPTIMIZER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -160,7 +160,7 @@ def fewest_blocks(record: Record, budget: int) -> list[str]:
         operations = sum(
             count for name, count in record.operations.items() if is_within(name, [block])
         )
-        return saved_bytes(record, block) / max(operations, 1)
+        return sum(one.bytes for one in recomputed(record, block)) / max(operations, 1)
 
     # Equal blocks stay in their order: when the first ones are computed again, late in backward,
     # most other activations are freed already.

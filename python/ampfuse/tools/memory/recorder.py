@@ -1,6 +1,7 @@
 """Records a training step, while its operators run dry."""
 
 import threading
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from ampfuse._graphs import is_in_backward
 from ampfuse._nested import have_own_operators, params_of, states_of, stored_tensors_in
 from ampfuse.tools.hooks import FirstOptimizer, hook_modules, hook_steps, only_measures, replace
 from ampfuse.tools.memory import scratch
+from ampfuse.tools.memory.as_on_gpu import as_on_gpu
 from ampfuse.tools.memory.dry_run import run_dry
 from ampfuse.tools.memory.record import (
     BACKWARD,
@@ -42,7 +44,7 @@ GPU_MULTIPLE = 512  # torch allocates this many bytes on a GPU, or a multiple of
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the allocations of a program in a block of code.
+    """Records the allocations of a program in a block of code, as if it ran on the device.
 
     Moments are counted by operators and freed tensors. The memory that an operator allocates and
     frees itself is not seen, except that of ampfuse's losses.
@@ -50,9 +52,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, for_gpu: bool, after_step: Callable[[], None] | None = None) -> None:
+    def __init__(self, device: str, after_step: Callable[[], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._for_gpu = for_gpu
+        self._for_gpu = device == "cuda"
         self.before_first_step: Callable[[Optimizer], None] | None = None  # called once for each
         self._after_step = after_step  # called after each step of the first optimizer
         self._first = FirstOptimizer()
@@ -75,6 +77,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "Recorder":
         """Begin to record."""
+        self._exits.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", ".*when there are global hooks on modules.*")
+        if self._for_gpu:
+            self._exits.enter_context(as_on_gpu(self.sent))
         hook_modules(self._exits, self._enter_module, self._leave_module)
         hook_steps(self._exits, self._enter_step, self._leave_step)
         replace(self._exits, Distribution, "_validate_args", False)  # zeros are often not valid
@@ -174,8 +180,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_scratch(self, operator: Any, args: tuple[Any, ...], results: Any) -> None:
         """Record the memory that an operator has allocated and freed itself."""
-        loss = scratch.of_loss(operator, args, self._for_gpu)
-        size = loss or (0 if self._for_gpu else scratch.of_cpu(operator, args, results))
+        loss = scratch.count_in_loss(operator, args, self._for_gpu)
+        size = loss or (0 if self._for_gpu else scratch.count_on_cpu(operator, args, results))
         if size:
             kind = LOSS if loss else TEMPORARIES
             allocation = Allocation(size, torch.Size(), torch.uint8, self._now, kind=kind)

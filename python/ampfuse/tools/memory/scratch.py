@@ -16,7 +16,7 @@ LINEAR_LOSSES = (
 )
 
 
-def of_loss(operator: Any, args: tuple[Any, ...], for_gpu: bool) -> int:
+def count_in_loss(operator: Any, args: tuple[Any, ...], for_gpu: bool) -> int:
     """Return the bytes that a linear cross-entropy allocates and frees; 0 for other operators."""
     if operator.name() not in LINEAR_LOSSES:
         return 0
@@ -37,7 +37,7 @@ def of_loss(operator: Any, args: tuple[Any, ...], for_gpu: bool) -> int:
     )
 
 
-def of_cpu(operator: Any, args: tuple[Any, ...], results: Any) -> int:
+def count_on_cpu(operator: Any, args: tuple[Any, ...], results: Any) -> int:
     """Return the bytes of copies that torch's operators for images make on a CPU.
 
     Convolutions copy weight and images to a layout of their own, as measured with torch 2.11. What

@@ -121,11 +121,6 @@ def _linear_loss(record: Record, logits: Allocation, head: Allocation) -> list[A
     return [workspace, gradient]
 
 
-def all_checkpointed(record: Record) -> list[Allocation] | None:
-    """Return the allocations with a checkpoint around each block."""
-    return checkpointed(record, record.blocks) if record.blocks else None
-
-
 def checkpointed(record: Record, blocks: list[str]) -> list[Allocation]:
     """Return the allocations if these blocks compute their activations again in backward.
 
@@ -161,18 +156,14 @@ def checkpointed(record: Record, blocks: list[str]) -> list[Allocation]:
 
 def recomputed(record: Record, block: str) -> list[Allocation]:
     """Return the activations that a checkpoint around a block computes again."""
-    return [one for one in record.allocations if _is_recomputed(one, record, block)]
-
-
-def saved_bytes(record: Record, block: str) -> int:
-    """Return the bytes that a checkpoint around a block saves between its forward and backward."""
-    return sum(one.bytes for one in recomputed(record, block))
-
-
-def _is_recomputed(one: Allocation, record: Record, block: str) -> bool:
-    is_inside = one.phase == FORWARD and is_within(one.module, [block])
-    is_result = one.output_of != "" and not one.output_of.startswith(f"{block}.")
-    return is_inside and not is_result and one.kind in ("", COPIES) and record.is_saved(one)
+    return [
+        one
+        for one in record.allocations
+        if one.phase == FORWARD and is_within(one.module, [block])
+        # The results of the block itself stay, and of blocks around it.
+        if not one.output_of or one.output_of.startswith(f"{block}.")
+        if one.kind in ("", COPIES) and record.is_saved(one)
+    ]
 
 
 def sharded(record: Record) -> list[Allocation] | None:
@@ -217,7 +208,11 @@ REMAINDERS = Change(
 OTHERS = (
     Change("bfloat16 moments", "ampfuse.AdamW(..., state_dtype=torch.bfloat16)", bfloat16_moments),
     Change("linear cross-entropy", "ampfuse.linear_cross_entropy", without_logits),
-    Change("checkpoints", "torch.utils.checkpoint around each block", all_checkpointed),
+    Change(
+        "checkpoints",
+        "torch.utils.checkpoint around each block",
+        lambda record: checkpointed(record, record.blocks) if record.blocks else None,
+    ),
 )
 CHANGES = (
     MASTER_WEIGHTS,
