@@ -298,11 +298,6 @@ def test_rows_of_parts_state_how_often_they_were_used():
     assert reason.startswith("scaler, optimizers: the program calls none of them, or only in")
 
 
-def test_updates_of_a_history_are_counted_from_1():
-    assert show.first_update({"updates": 5, "history": [0] * 5}) == 1
-    assert show.first_update({"updates": 5, "history": [0] * 2}) == 4
-
-
 def test_failure_is_one_line_and_the_hints(monkeypatch):
     said = []
     monkeypatch.setattr(show, "say", said.append)

@@ -67,13 +67,13 @@ def draw_memory(memory: dict[str, Any], axes: Any) -> None:
 
 def draw_scale(scaler: dict[str, Any], axes: Any) -> None:
     """Draw a scaler's history: the scale where it changes, and skipped steps."""
-    history, first = scaler["history"], show.first_update(scaler)
-    updates = range(first, first + len(history))
+    history = scaler["history"]
+    updates = range(scaler["updates"] - len(history) + 1, scaler["updates"] + 1)
     scales = [max(record[0], 2.0**-149) for record in history]
     skipped = [i for i, record in enumerate(history) if record[1]]
     axes.step(updates, scales, where="post", label="scale")
     if skipped:
         marks = [scales[i] for i in skipped]
-        axes.plot([first + i for i in skipped], marks, "x", color="#d1242f", label="skipped")
+        axes.plot([updates[i] for i in skipped], marks, "x", color="#d1242f", label="skipped")
     axes.set(title="Loss scale")
     axes.set_yscale("log", base=2)

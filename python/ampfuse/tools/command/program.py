@@ -25,8 +25,12 @@ def run(words: list[str], is_module: bool) -> BaseException | None:
 
 def run_script(name: str, arguments: list[str]) -> BaseException | None:
     """Run `python name arguments...`; return the exception that it raised, or None."""
-    if name == "-":
-        return _run_standard_input(arguments)
+    if name == "-":  # Python reads the whole program before it runs it
+        source = sys.stdin.buffer.read() if sys.stdin else b""  # None if stdin was closed
+        sys.argv = ["-", *arguments]
+        if not SAFE_PATH:
+            sys.path[0] = ""
+        return _run(source, "<stdin>", __file__="<stdin>", __loader__=BuiltinImporter)
     if os.path.isdir(name):
         raise NoProgramError(f"{name} is a folder, not a script")
     try:
@@ -39,15 +43,6 @@ def run_script(name: str, arguments: list[str]) -> BaseException | None:
     if not SAFE_PATH:
         sys.path[0] = os.path.dirname(os.path.realpath(file))
     return _run(source, file, __file__=file, __loader__=SourceFileLoader("__main__", file))
-
-
-def _run_standard_input(arguments: list[str]) -> BaseException | None:
-    """Run `python - arguments...`. Python reads the whole program before it runs it."""
-    source = sys.stdin.buffer.read() if sys.stdin else b""  # None if stdin was closed
-    sys.argv = ["-", *arguments]
-    if not SAFE_PATH:
-        sys.path[0] = ""
-    return _run(source, "<stdin>", __file__="<stdin>", __loader__=BuiltinImporter)
 
 
 def run_module(name: str, arguments: list[str]) -> BaseException | None:

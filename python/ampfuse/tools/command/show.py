@@ -72,11 +72,6 @@ def times_text(milliseconds: dict[str, float]) -> str:
     return f"{whole:,.1f} ms: {', '.join(shares)}"
 
 
-def first_update(scaler: dict[str, Any]) -> int:
-    """Return the number, counted from 1, of the first update in a scaler's history."""
-    return int(scaler["updates"]) - len(scaler["history"]) + 1
-
-
 def rows_of_scaler(scaler: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows about a scaler."""
     if not scaler["updates"]:

@@ -13,7 +13,7 @@ from ampfuse._graphs import uses_gpu
 from ampfuse._texts import size_text
 from ampfuse.tools.diagnosis.gpu_times import GpuTimes
 from ampfuse.tools.diagnosis.habits import WATCHED, Habits, WideLogits
-from ampfuse.tools.diagnosis.lines import Line, merged
+from ampfuse.tools.diagnosis.lines import Line, merge
 from ampfuse.tools.diagnosis.loaders import Loader
 from ampfuse.tools.diagnosis.phases import INPUT, OTHER
 from ampfuse.tools.memory.monitor import Monitor
@@ -120,7 +120,7 @@ def explain_lines(lines: list[Line], other: float) -> Iterator[str]:
                 f"{named(line)}. DataLoader(pin_memory=True) and to(device, non_blocking=True) "
                 "copy while the host goes on."
             )
-    for line in merged(others):
+    for line in merge(others):
         if min(line.share, other) > WORTH_A_HINT:
             yield (
                 f"{line.share:.0%} of the time passes outside of forward, backward and optimizer "

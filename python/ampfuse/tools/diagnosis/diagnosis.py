@@ -13,7 +13,7 @@ from ampfuse.tools.diagnosis import advice
 from ampfuse.tools.diagnosis.clock import StepClock
 from ampfuse.tools.diagnosis.gpu_times import GpuTimes
 from ampfuse.tools.diagnosis.habits import Habits, WideLogits
-from ampfuse.tools.diagnosis.lines import LineSampler, merged
+from ampfuse.tools.diagnosis.lines import LineSampler, merge
 from ampfuse.tools.diagnosis.phases import FIRST_STEPS, LEAST_STEPS, PHASES, Interval, Listener
 from ampfuse.tools.hooks import replace
 from ampfuse.tools.memory.monitor import Monitor
@@ -75,7 +75,7 @@ class Diagnosis(Listener):
         whole = [sum(step) for step in zip(*phases.values(), strict=True)]
         lines = [
             {"phase": line.phase, "where": where, "text": text, "share": line.share}
-            for line in merged(self.lines.lines())[:LINES_SHOWN]
+            for line in merge(self.lines.lines())[:LINES_SHOWN]
             for where, text, _ in [line.place]
         ]
         return {

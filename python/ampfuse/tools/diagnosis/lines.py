@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from types import CodeType
 from typing import NamedTuple
 
@@ -27,13 +28,18 @@ class Line(NamedTuple):
     share: float
 
 
-def merged(lines: list[Line]) -> list[Line]:
-    """Add up lines that differ only in the function that is called there."""
+def add_up(lines: Iterable[Line]) -> list[Line]:
+    """Add up equal lines, and return the one with the largest share first."""
     shares: defaultdict[tuple[str, Place], float] = defaultdict(float)
-    for line in lines:
-        shares[line.phase, line.place._replace(call="")] += line.share
-    found = [Line(phase, where, share) for (phase, where), share in shares.items()]
+    for phase, where, share in lines:
+        shares[phase, where] += share
+    found = [Line(*where, share) for where, share in shares.items()]
     return sorted(found, key=lambda line: -line.share)
+
+
+def merge(lines: list[Line]) -> list[Line]:
+    """Add up lines that differ only in the function that is called there."""
+    return add_up(line._replace(place=line.place._replace(call="")) for line in lines)
 
 
 class LineSampler:
@@ -84,12 +90,11 @@ class LineSampler:
     def lines(self, most: int | None = None) -> list[Line]:
         """Return the lines, the one that takes most time first; of the slowest places if `most`."""
         total = sum(self._seconds.values())
-        ordered = sorted(self._seconds.items(), key=lambda item: -item[1])
-        found: defaultdict[tuple[str, Place], float] = defaultdict(float)
-        for (phase, code, instruction), seconds in ordered[:most]:
-            found[phase, place(code, instruction)] += seconds
-        lines = [Line(phase, where, size / total) for (phase, where), size in found.items()]
-        return sorted(lines, key=lambda line: -line.share)
+        slowest = sorted(self._seconds.items(), key=lambda item: -item[1])[:most]
+        return add_up(
+            Line(phase, place(code, instruction), seconds / total)
+            for (phase, code, instruction), seconds in slowest
+        )
 
     def _run(self) -> None:
         last = time.perf_counter()

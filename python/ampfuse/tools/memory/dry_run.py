@@ -43,7 +43,12 @@ def run_dry(
         return _written(schema, args, kwargs)
     try:
         with fake_mode:
-            fakes: dict[int, Tensor] = {id(tensor): _fake(tensor) for tensor in tensors}
+            fakes = {
+                id(one): torch.empty_strided(
+                    one.shape, one.stride(), dtype=one.dtype, device=one.device
+                )
+                for one in tensors
+            }
             given = tree_map(lambda x: fakes.get(id(x), x), (args, kwargs))
             results = operator(*given[0], **given[1])
     except Exception:  # there is no rule for the shape, or it depends on numbers
@@ -58,7 +63,10 @@ def run_dry(
         return operator(*args, **kwargs)
     inputs = {fake.untyped_storage()._cdata for fake in fakes.values()}
     is_view = any(result.untyped_storage()._cdata in inputs for result in found)
-    is_constant = not tensors and not any(_is_large(result) for result in found)
+    is_large = any(
+        has_floats(one) and one.untyped_storage().nbytes() >= SMALLEST_MAPPING for one in found
+    )
+    is_constant = not tensors and not is_large
     if is_view or (is_constant and not schema.name.startswith("aten::empty")):
         return operator(*args, **kwargs)
     made = tree_map(lambda x: _zeros_like(x) if isinstance(x, Tensor) else x, results)
@@ -101,16 +109,6 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _letter(value: Any) -> str | None:
     """Return the letter that marks an argument and the results that are the same tensor."""
     return next(iter(value.alias_info.before_set), None)
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-
-
-def _is_large(tensor: Tensor) -> bool:
-    return has_floats(tensor) and tensor.untyped_storage().nbytes() >= SMALLEST_MAPPING
 
 
 def has_floats(tensor: Tensor) -> bool:

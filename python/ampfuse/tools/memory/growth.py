@@ -164,18 +164,12 @@ def name_of(container: Any) -> str:
                 return f"{name} of {Path(frame.f_code.co_filename).name}"
     for holder in gc.get_referrers(container):
         for owner in gc.get_referrers(holder) if type(holder) is dict else [holder]:
-            names = getattr(owner, "__dict__", None)
-            if type(names) is not dict or _is_library(owner):
+            is_module = isinstance(owner, ModuleType)
+            home = owner.__name__ if is_module else type(owner).__module__
+            package = home.partition(".")[0]
+            if package in sys.stdlib_module_names or package in ("torch", "ampfuse"):
                 continue
-            for name, value in names.items():
+            for name, value in getattr(owner, "__dict__", {}).items():
                 if value is container:
-                    kind = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__name__
-                    return f"{kind}.{name}"
+                    return f"{home if is_module else type(owner).__name__}.{name}"
     return ""
-
-
-def _is_library(owner: Any) -> bool:
-    module = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__module__
-    return module.partition(".")[0] in sys.stdlib_module_names or module.startswith(
-        ("torch", "ampfuse")
-    )

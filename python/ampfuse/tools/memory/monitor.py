@@ -113,15 +113,11 @@ class Monitor:
                 self.suspects = self._look.suspects([params, grads, states_of(optimizer)])
                 self._look = None
                 self._has_looked = True
-        elif self._is_suspicious() and may_look and Look.may_begin():
-            gc.collect()
-            self._look = Look()
-
-    def _is_suspicious(self) -> bool:
-        if self._has_looked or self.steps < self._next_test:
-            return False
-        self._next_test = self.steps + max(WINDOW, self.steps // 4)
-        return self.growth() is not None
+        elif may_look and not self._has_looked and self.steps >= self._next_test:
+            self._next_test = self.steps + max(WINDOW, self.steps // 4)
+            if self.growth() is not None and Look.may_begin():
+                gc.collect()
+                self._look = Look()
 
     def stop_looking(self) -> None:
         """End the recording of allocations, if there is one."""

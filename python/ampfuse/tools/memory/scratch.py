@@ -10,10 +10,7 @@ from ampfuse import _C
 # The numbers of c10::ScalarType, which operators take as arguments.
 SCALAR_TYPES = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}
 
-LINEAR_LOSSES = (
-    "ampfuse::linear_cross_entropy_forward",
-    "ampfuse::linear_cross_entropy_backward",
-)
+LINEAR_LOSSES = ("ampfuse::linear_cross_entropy_forward", "ampfuse::linear_cross_entropy_backward")
 
 
 def count_in_loss(operator: Any, args: tuple[Any, ...], for_gpu: bool) -> int:
