@@ -46,7 +46,8 @@ OBJECTS = {
     OPTIMIZER.step: "_wrapped_by_lr_sched",
     torch.optim.Adam([PARAMETER], fused=True): "_step_supports_amp_scaling",
     OPTIMIZER: "_opt_called _optimizer_step_post_hooks _optimizer_step_pre_hooks",
-    torch.nn.Module(): "_buffers",
+    torch.nn.Module(): "_buffers _parameters",
+    iter(torch.utils.data.DataLoader([1])): "_index_sampler",
     PARAMETER: "_values _version",
     PARAMETER.untyped_storage(): "_cdata",
     torch.ops.aten: "_to_copy",
@@ -55,7 +56,7 @@ OBJECTS = {
 # ampfuse sets _dynamo_marked_constant for torch, which may ignore it. Instances of FSDP1 have
 # _handle, on which the tests of join_ranks depend. The others are Python's.
 OTHERS = {"_asdict", "_exit", "_dynamo_marked_constant", "_current_frames", "_fields", "_getframe"}
-OTHERS |= {"_handle", "_replace"}
+OTHERS |= {"_get_module_details", "_handle", "_replace"}
 
 
 def test_torch_has_the_private_names_in_use():
