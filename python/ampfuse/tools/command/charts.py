@@ -35,7 +35,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     all_axes = figure.subplots(len(drawn), squeeze=False)[:, 0]
     for (draw, numbers), axes in zip(drawn, all_axes, strict=True):
         draw(numbers, axes)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(show.title(report), fontsize=10)
     figure.savefig(path)
