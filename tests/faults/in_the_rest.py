@@ -60,15 +60,13 @@ FAULTS = [
     ),
     # --- patching ---
     Fault(
-        "If a patched optimizer is left to torch, ampfuse's options stay in the program's groups.",
+        "A parameter that is in a group twice gets ampfuse's optimizer.",
         "python/ampfuse/patching/optimizers.py",
         """\
-            group.clear()
-            group.update(entries)
+        if len(set(params)) < len(params):
+            return "a parameter that is in a group twice"
 """,
-        """\
-            group.update(entries)
-""",
+        "",
         "tests/python/patching",
     ),
     Fault(
@@ -82,12 +80,9 @@ FAULTS = [
         "A loss that ours refuses and torch computes loses its label_smoothing.",
         "python/ampfuse/patching/losses.py",
         """\
-            reduction=reduction,
-            label_smoothing=label_smoothing,
+            "label_smoothing": label_smoothing,
 """,
-        """\
-            reduction=reduction,
-""",
+        "",
         "tests/python/patching",
     ),
     # --- memory ---

@@ -34,22 +34,19 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
     - `clip_grad_norm`: `torch.nn.utils.clip_grad_norm_` is `ampfuse.clip_grad_norm_`, with norms in
       torch's dtypes.
 
-    Torch's class is used for what ampfuse's cannot do: `differentiable=True`, parameters that are
-    neither on a CPU nor on an NVIDIA GPU, a parameter that is in a group twice, and classes in
-    which the program has set its own methods. The reason is logged once.
+    Torch's class or function is used for what ampfuse's cannot do: `differentiable=True`,
+    parameters that are neither on a CPU nor on an NVIDIA GPU, a parameter that is in a group twice,
+    tensor subclasses, `torch.func`. The reason is logged once. Classes that derive from torch's
+    stay as they are. Methods that a program sets in torch's classes are not called by our objects.
 
-    Modules that were imported before are changed, too, where they use torch's own name: `from
-    torch.optim import AdamW`. Other references stay torch's: another name, an entry of a table, a
-    default argument, a closure, a partial function, an attribute of an object. So patch before you
-    import the program, or run it under `python -m ampfuse`, which does that. In groups of
-    parameters the keys `max_grad_norm`, `master_weights`, `state_dtype` and `write_back_grads` are
-    ampfuse's options; a program cannot use them for itself.
+    Classes are changed in place, wherever the program refers to them. Functions are replaced in
+    modules that use torch's own name: `from torch.nn.utils import clip_grad_norm_`. References
+    elsewhere stay torch's: another name, a default argument, an attribute of an object. So patch
+    before you import the program, or run it under `python -m ampfuse`, which does that. In groups
+    of parameters the keys `max_grad_norm`, `master_weights`, `state_dtype` and `write_back_grads`
+    are ampfuse's options; a program cannot use them for itself.
 
-    `isinstance` works with torch's classes, and classes may derive from them, also with the
-    metaclass `ABCMeta`; others, such as that of `typing.Protocol`, conflict. Objects of torch's
-    classes, and references to torch's functions and classes, cannot be pickled while these are
-    replaced, and references to the replacements not after `unpatch()`. State dicts load into
-    torch's objects and ours. A second call changes nothing.
+    State dicts load into torch's objects and ours. A second call changes nothing.
 
     Args:
         *parts: Names of parts in the list above; all parts if no name is given.
@@ -92,9 +89,6 @@ def unpatch(*parts: str) -> None:
 @contextmanager
 def patched(*parts: str, without: Iterable[str] = ()) -> Iterator[None]:
     """Call `patch()` for the duration of a block, on all threads. Blocks may be nested or overlap.
-
-    Entry and exit each look through the names of all imported modules, which takes about ten
-    milliseconds for 2,500 modules. So put the block around a training loop, not inside it.
 
     Args:
         *parts: Names of parts as in `patch`; all parts if no name is given.

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from types import GeneratorType
 from typing import Any
 
 from torch import Tensor
@@ -26,30 +25,21 @@ def replacement(is_on: Callable[[], bool]) -> Any:
     def replaced(parameters: TensorOrTensors, *rest: Any, **named: Any) -> Tensor:
         if not is_on():
             return original(parameters, *rest, **named)
-        if not isinstance(parameters, Tensor):
-            is_generator = isinstance(parameters, GeneratorType)
-            parameters = list(parameters)
-            if is_generator and not parameters:
-                empty = (parameter for parameter in parameters)
-                return original(empty, *rest, **named)  # torch warns
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         try:
-            norm = clip_grad_norm_(parameters, *rest, **named)
+            norm = clip_grad_norm_(params, *rest, **named)
         except (TypeError, ValueError, NotImplementedError) as error:  # nothing was written
             USAGE.count_fallback(NAME, str(error).splitlines()[0])
-            return original(parameters, *rest, **named)
+            return original(params, *rest, **named)
         USAGE.count_use()
-        return _as_torchs(norm, parameters)
+        return _rounded(norm, params)
 
     return replaced
 
 
-def _as_torchs(norm: Tensor, parameters: TensorOrTensors) -> Tensor:
+def _rounded(norm: Tensor, params: list[Tensor]) -> Tensor:
     """Round the norm as torch does, if all gradients have the same 16-bit dtype."""
-    each = [parameters] if isinstance(parameters, Tensor) else parameters
-    dtypes = (parameter.grad.dtype for parameter in each if parameter.grad is not None)
+    dtypes = (param.grad.dtype for param in params if param.grad is not None)
     first = next(dtypes, norm.dtype)  # the others are checked only if this is a 16-bit dtype
-    return (
-        norm.to(first)
-        if first in DTYPES_16_BIT and all(dtype == first for dtype in dtypes)
-        else norm
-    )
+    is_rounded = first in DTYPES_16_BIT and all(dtype == first for dtype in dtypes)
+    return norm.to(first) if is_rounded else norm

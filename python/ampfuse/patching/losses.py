@@ -12,8 +12,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional
-from torch.overrides import handle_torch_function, has_torch_function_variadic
-from torch.utils._device import DeviceContext
 
 from ampfuse._dtypes import DTYPES_16_BIT
 from ampfuse._graphs import traced_as
@@ -55,15 +53,15 @@ def replacement(is_on: Callable[[], bool]) -> Any:
         }
         if not is_on():
             return original(input, target, **as_passed)
-        if has_torch_function_variadic(input, target, weight) and not _has_only_default_devices():
-            return handle_torch_function(  # type: ignore[no-any-return]
-                cross_entropy, (input, target, weight), input, target, **as_passed
-            )
-        reason = _why_not(input, target, size_average, reduce, reduction)
-        if reason is not None:
-            USAGE.count_fallback(NAME, reason)
-            return original(input, target, **as_passed)
-        return _ours(input, target, weight, ignore_index, reduction, label_smoothing)
+        reason = _why_not(input, target, **as_passed)
+        if reason is None:
+            try:
+                return _ours(input, target, weight, ignore_index, reduction, label_smoothing)
+            except (TypeError, ValueError, IndexError) as error:
+                reason = str(error).splitlines()[0]
+        loss = original(input, target, **as_passed)  # raises torch's error, or accepts this
+        USAGE.count_fallback(NAME, reason)
+        return loss
 
     # TorchScript compiles the function that this attribute returns: torch's.
     cross_entropy.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]
@@ -78,27 +76,9 @@ def _ours(
     reduction: str,
     label_smoothing: float,
 ) -> Tensor:
-    try:
-        loss: Tensor = torch.ops.ampfuse.cross_entropy.as_torch(
-            input,
-            target,
-            weight,
-            REDUCTIONS[reduction],
-            ignore_index,
-            label_smoothing,
-        )
-    except (TypeError, ValueError, IndexError) as error:
-        # torch raises its own error, or accepts what our function does not.
-        loss = original(
-            input,
-            target,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
-        USAGE.count_fallback(NAME, str(error).splitlines()[0])
-        return loss
+    loss: Tensor = torch.ops.ampfuse.cross_entropy.as_torch(
+        input, target, weight, REDUCTIONS[reduction], ignore_index, label_smoothing
+    )
     USAGE.count_use(input)
     return loss.to(_dtype_of_loss(input, target, weight))
 
@@ -112,12 +92,6 @@ def _dtype_of_loss(input: Tensor, target: Tensor, weight: Tensor | None) -> torc
     return functools.reduce(torch.promote_types, dtypes)
 
 
-def _has_only_default_devices() -> bool:
-    """Return True if all function modes are default devices, which only affect tensor creation."""
-    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return bool(modes) and all(isinstance(mode, DeviceContext) for mode in modes)
-
-
 @traced_as(lambda: False)
 def _is_in_make_fx() -> bool:
     """Return True if a program uses make_fx itself; torch.compile uses it internally."""
@@ -127,12 +101,15 @@ def _is_in_make_fx() -> bool:
 def _why_not(
     input: Tensor,
     target: Tensor,
+    weight: Tensor | None,
     size_average: bool | None,
     reduce: bool | None,
     reduction: str,
+    **_: Any,
 ) -> str | None:
-    if type(input) not in PLAIN or type(target) not in PLAIN:
-        return f"tensors of types {type(input).__name__} and {type(target).__name__}"
+    for tensor in (input, target, weight):
+        if tensor is not None and type(tensor) not in PLAIN:
+            return f"a tensor of type {type(tensor).__name__}"
     if not is_served(input.device):
         return f"logits on {input.device.type}"
     if input.dtype not in DTYPES or input.layout != torch.strided:

@@ -3,8 +3,6 @@
 import copy
 import inspect
 import pickle
-import sys
-from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 
 import ampfuse
@@ -12,32 +10,23 @@ import pytest
 import torch
 from ampfuse.patching import PARTS
 
-AMP, CUDA, CPU = torch.amp, torch.cuda.amp, torch.cpu.amp
-SCALER_MODULES = [torch, AMP, AMP.grad_scaler, CUDA, CUDA.grad_scaler, CPU, CPU.grad_scaler]
 NAMES = {
-    "scaler": [(module, "GradScaler") for module in SCALER_MODULES],
-    "optimizers": [
-        (torch.optim, "Adam"),
-        (torch.optim, "AdamW"),
-        (sys.modules["torch.optim.adam"], "Adam"),
-        (sys.modules["torch.optim.adamw"], "AdamW"),
-    ],
+    "scaler": [(torch.amp.GradScaler, "__init__")],
+    "optimizers": [(torch.optim.Adam, "__init__"), (torch.optim.AdamW, "__init__")],
     "cross_entropy": [(torch.nn.functional, "cross_entropy")],
     "clip_grad_norm": [
         (torch.nn.utils, "clip_grad_norm_"),
         (torch.nn.utils.clip_grad, "clip_grad_norm_"),
     ],
 }
-ORIGINALS = {
-    (module, name): getattr(module, name) for part in NAMES.values() for module, name in part
-}
+ORIGINALS = {(owner, name): getattr(owner, name) for part in NAMES.values() for owner, name in part}
 
 
 def replaced():
     """Return the replaced parts; check that all or no names of each part are replaced."""
     found = []
     for part, names in NAMES.items():
-        changed = {getattr(module, name) is not ORIGINALS[module, name] for module, name in names}
+        changed = {getattr(owner, name) is not ORIGINALS[owner, name] for owner, name in names}
         assert len(changed) == 1, part
         found += [part] * changed.pop()
     return found
@@ -57,10 +46,10 @@ def parameter():
 
 def test_all_parts_are_replaced_once_and_put_back():
     ampfuse.patch()
-    first = torch.optim.AdamW
+    first = torch.nn.functional.cross_entropy
     assert replaced() == list(NAMES) == list(PARTS)
     ampfuse.patch()  # has no further effect
-    assert torch.optim.AdamW is first
+    assert torch.nn.functional.cross_entropy is first
     ampfuse.unpatch()
     assert replaced() == []
     ampfuse.unpatch()
@@ -128,27 +117,23 @@ def test_many_threads_may_enter_and_leave_patched_blocks():
 
 
 def test_isinstance_holds_for_objects_made_before_and_while_patched():
-    cls = torch.optim.AdamW
-    before = cls([parameter()])
-    scaler_before = torch.amp.GradScaler("cpu")
+    before, scaler_before = torch.optim.AdamW([parameter()]), torch.amp.GradScaler("cpu")
     with ampfuse.patched():
         now, scaler = torch.optim.AdamW([parameter()]), torch.amp.GradScaler("cpu")
-        assert isinstance(before, torch.optim.AdamW)
-        assert isinstance(scaler_before, torch.amp.GradScaler)
-        assert isinstance(now, cls)
-        assert isinstance(now, torch.optim.AdamW)
-        assert isinstance(now, torch.optim.Optimizer)
-        assert isinstance(scaler, torch.GradScaler)
+        assert isinstance(now, ampfuse.AdamW)
+        assert isinstance(scaler, ampfuse.GradScaler)
         assert not isinstance(torch.optim.SGD([parameter()]), torch.optim.AdamW)
-        assert not isinstance(now, torch.amp.GradScaler)
-        assert issubclass(ampfuse.AdamW, torch.optim.AdamW)
-        assert issubclass(torch.optim.AdamW, torch.optim.Optimizer)
-        assert issubclass(torch.optim.AdamW, cls)
-        assert inspect.isclass(torch.optim.AdamW)
-        assert type(now) not in (cls, torch.optim.AdamW)
-    assert isinstance(now, torch.optim.AdamW)
-    assert isinstance(scaler, torch.amp.GradScaler)
-    assert isinstance(ampfuse.Adam([parameter()]), torch.optim.Adam)
+    for optimizer in (before, now, ampfuse.AdamW([parameter()])):
+        assert isinstance(optimizer, torch.optim.AdamW)
+    for one in (scaler_before, scaler):
+        assert isinstance(one, torch.GradScaler)
+
+
+def test_objects_made_before_can_be_pickled_while_patched():
+    before = torch.optim.AdamW([parameter()])
+    with ampfuse.patched():
+        again = pickle.loads(pickle.dumps([before, torch.optim.AdamW]))
+    assert type(again[0]) is again[1] is torch.optim.AdamW
 
 
 @pytest.mark.filterwarnings("ignore:.*GradScaler.args.*deprecated")
@@ -170,59 +155,41 @@ def test_deprecated_scaler_names_make_ampfuse_scalers_and_warn_as_torch(device):
             assert one.state_dict() == scaler.state_dict()
             assert one.get_scale() == (2.0**4 if is_enabled else 1.0)
             assert not is_enabled or one.get_growth_factor() == 3.0
-        assert not type(scaler)(8.0, 2.0, 0.5, 2000, False).is_enabled()
 
 
-def test_class_derived_while_patched_derives_from_torchs_class():
-    cls = torch.optim.AdamW
+def test_class_derived_from_torchs_class_stays_torchs():
     with ampfuse.patched():
 
         class Mine(torch.optim.AdamW):
-            """A derived class whose own subclasses take the class keyword `mark`."""
-
-            def __init_subclass__(cls, mark=None):
-                cls.mark = mark
-
             def __init__(self, params):
                 super().__init__(params, lr=0.5)
 
-        class Abstract(torch.optim.AdamW, ABC):
-            @abstractmethod
-            def name(self): ...
+        class MyScaler(torch.amp.GradScaler): ...
 
-        class Derived(Mine, mark=3): ...
-
-    assert Mine.__mro__[1] is cls
-    assert Derived.mark == 3
-    optimizer = Derived([parameter()])
+        optimizer, scaler = Mine([parameter()]), MyScaler("cpu")
     assert optimizer.defaults["lr"] == 0.5
-    assert not isinstance(optimizer, ampfuse.AdamW)
-    with pytest.raises(TypeError, match="abstract"):
-        Abstract([parameter()])
+    assert type(optimizer) is Mine
+    assert not isinstance(scaler, ampfuse.GradScaler)
 
 
-def test_replacements_have_torchs_signatures_names_and_attributes():
-    originals = {name: getattr(torch.optim, name) for name in ("Adam", "AdamW")}
-    cross_entropy = torch.nn.functional.cross_entropy
+def test_replacements_have_torchs_signatures_and_texts():
+    def described():
+        functions = (torch.nn.functional.cross_entropy, torch.nn.utils.clip_grad_norm_)
+        classes = (torch.optim.Adam, torch.optim.AdamW, torch.amp.GradScaler)
+        return [(inspect.signature(one), one.__doc__) for one in (*functions, *classes)]
+
+    torchs = described()
     with ampfuse.patched():
-        for name, original in originals.items():
-            mine = getattr(torch.optim, name)
-            assert inspect.signature(mine) == inspect.signature(original)
-            assert (mine.__module__, mine.__qualname__) == (original.__module__, name)
-            assert mine.__doc__ == original.__doc__
-            assert mine.step is original.step
-            assert pickle.loads(pickle.dumps(mine)) is mine
-        mine = torch.nn.functional.cross_entropy
-        assert inspect.signature(mine) == inspect.signature(cross_entropy)
-        assert mine.__doc__ == cross_entropy.__doc__
+        assert described() == torchs
 
 
 def test_replacements_kept_after_their_block_act_as_torchs():
     with ampfuse.patched():
-        adamw, scaler = torch.optim.AdamW, torch.amp.GradScaler
+        init = torch.optim.AdamW.__init__
         loss, clip = torch.nn.functional.cross_entropy, torch.nn.utils.clip_grad_norm_
-    assert type(adamw([parameter()])) is torch.optim.AdamW
-    assert type(scaler("cpu")) is torch.amp.GradScaler
+    optimizer = object.__new__(torch.optim.AdamW)
+    init(optimizer, [parameter()])
+    assert type(optimizer) is torch.optim.AdamW
     uses = PARTS["cross_entropy"].usage.uses
     loss(torch.zeros(1, 2), torch.tensor([0]))
     assert PARTS["cross_entropy"].usage.uses == uses

@@ -11,7 +11,8 @@ from ampfuse.patching import PARTS
 from scaler_languages import step_by
 from torch.nn import Parameter
 
-TORCHS = {name: getattr(torch.optim, name) for name in ("Adam", "AdamW")}
+# Derived classes stay torch's while these are patched.
+TORCHS = {name: type(name, (getattr(torch.optim, name),), {}) for name in ("Adam", "AdamW")}
 BOTH = pytest.mark.parametrize("name", TORCHS)
 USAGE = PARTS["optimizers"].usage
 OVERFLOWS = (1, 2, 4)  # indices of the steps, of six, whose gradients are infinite

@@ -35,8 +35,8 @@ class Forcing:
         self._init: Any = torch.autocast.__init__
         replace(exits, torch.autocast, "__init__", self._changed(self._init))
         replace(exits, GradScaler, "__init__", self._disabled(GradScaler.__init__))
-        optimizer: Any = optimizers._InPlaceOfTorchs
-        replace(exits, optimizer, "__init__", self._with_masters(optimizer.__init__))
+        cls = optimizers.PatchedAdam
+        replace(exits, cls, "take_over", self._with_masters(cls.take_over))
         exits.callback(self.end)
 
     def run(
@@ -109,15 +109,15 @@ class Forcing:
 
         return changed
 
-    def _with_masters(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Return an optimizer's `__init__` that converts weights if it should, but no vectors.
+    def _with_masters(self, take_over: Callable[..., None]) -> Callable[..., None]:
+        """Return an optimizer's `take_over` that converts weights if it should, but no vectors.
 
         Vectors are biases and the weights of norms, which are small and stay in float32.
         """
 
-        @wraps(init)
-        def changed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            init(optimizer, *args, **kwargs)
+        @wraps(take_over)
+        def changed(optimizer: Any) -> None:
+            take_over(optimizer)
             self.note("optimizer")
             if not self._precision.has_16bit_weights:
                 return
