@@ -19,14 +19,16 @@ FAULTS = [
     ),
     Fault(
         "Old checkpoints are removed before the new one is in place.",
-        "python/ampfuse/checkpoint/_write.py",
+        "python/ampfuse/checkpoint/_folder.py",
         """\
-            put_in_place(self.unfinished, self.path)
-            remove_others(self.path, self._step, keep)
+        self.unfinished.rename(self.path)
+        flush(self.path.parent)
+        remove_others(self.path, keep)
 """,
         """\
-            remove_others(self.path, self._step, keep)
-            put_in_place(self.unfinished, self.path)
+        remove_others(self.path, keep)
+        self.unfinished.rename(self.path)
+        flush(self.path.parent)
 """,
         "tests/python/checkpoint",
     ),
@@ -40,13 +42,8 @@ FAULTS = [
     Fault(
         "A process that was forked during a save keeps the run locked after the save.",
         "python/ampfuse/checkpoint/_folder.py",
-        """\
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes have the file open, too
-            os.close(self._file)
-""",
-        """\
-            os.close(self._file)
-""",
+        "            exits.callback(fcntl.flock, lock, fcntl.LOCK_UN)",
+        "           ",
         "tests/python/checkpoint",
     ),
     Fault(

@@ -11,7 +11,9 @@ import secrets
 import shutil
 import threading
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from ampfuse.checkpoint import _index
 from ampfuse.checkpoint._errors import CheckpointError
@@ -24,14 +26,17 @@ REMOVED = ".removed-"
 CHECKPOINT = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
+def numbers_of(path: Path) -> tuple[int, int]:
+    """Return the step and the second number of a checkpoint's folder; -1 and 0 of other paths."""
+    match = CHECKPOINT.fullmatch(path.name)
+    return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, the oldest step first."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = CHECKPOINT.fullmatch(path.name)
-        if match and (path / _index.NAME).is_file():
-            found.append((int(match[1]), int(match[2] or 0), path))
-    return [path for *_, path in sorted(found)]
+    paths = folder.iterdir() if folder.is_dir() else ()
+    complete = (path for path in paths if (path / _index.NAME).is_file())
+    return sorted((path for path in complete if numbers_of(path)[0] >= 0), key=numbers_of)
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
@@ -43,7 +48,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     Returns:
         The folder of the checkpoint with the highest step.
     """
-    return next(reversed(checkpoints(Path(path))), None)
+    return max(checkpoints(Path(path)), key=numbers_of, default=None)
 
 
 def found(path: str | os.PathLike[str]) -> Path:
@@ -59,8 +64,8 @@ def found(path: str | os.PathLike[str]) -> Path:
     return newest
 
 
-class RunLock:
-    """Keeps others from writing to a run until it is released.
+class Writing:
+    """A checkpoint that is being written. Nobody else can write to the run until it is closed.
 
     One save of this process waits for another one. Saves of other processes are refused.
     """
@@ -68,41 +73,65 @@ class RunLock:
     _in_process = threading.Lock()
     _thread: int | None = None  # the thread that saves, unless that is a background thread
 
-    def __init__(self, folder: Path) -> None:
-        if RunLock._thread == threading.get_ident():  # a signal handler, for example
+    def __init__(self, folder: Path, step: int) -> None:
+        if (folder / _index.NAME).exists():
+            raise CheckpointError(f"{folder}: this is a checkpoint; pass the folder of the run")
+        if Writing._thread == threading.get_ident():  # a signal handler, for example
             raise CheckpointError(f"{folder}: a save of this thread is under way")
-        RunLock._in_process.acquire()
-        RunLock._thread = threading.get_ident()
-        self._file: int | None = None
-        try:
+        with ExitStack() as exits:
+            Writing._in_process.acquire()
+            exits.callback(Writing._in_process.release)
+            exits.callback(self.hand_over)
+            Writing._thread = threading.get_ident()
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            exits.callback(os.close, lock)
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise CheckpointError(
                     f"{folder}: another process writes a checkpoint here now"
                 ) from None
-        except BaseException:
-            self.release()
-            raise
+            exits.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # forked processes have it open, too
+            for path in folder.iterdir():
+                if path.name.startswith((UNFINISHED, REMOVED)):
+                    remove(path)
+            self.path = free_name(folder, step)
+            # Each try has a name of its own, so that a slow process that writes for an earlier one
+            # does not write into a later one.
+            name = f"{UNFINISHED}{self.path.name}-{secrets.token_hex(4)}"
+            self.unfinished = folder / name
+            self.unfinished.mkdir()
+            exits.callback(shutil.rmtree, self.unfinished, ignore_errors=True)
+            self._exits = exits.pop_all()
 
     def hand_over(self) -> None:
-        """Let a background thread release it, for which this thread may wait."""
-        RunLock._thread = None
+        """Let a background thread close it, for which this thread may wait."""
+        Writing._thread = None
 
-    def release(self) -> None:
-        """Release the lock."""
-        RunLock._thread = None
-        if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes have the file open, too
-            os.close(self._file)
-        RunLock._in_process.release()
+    def finish(self, content: dict[str, Any], keep: int | None) -> None:
+        """Write the index, give the folder its name, and remove old checkpoints."""
+        _index.write(self.unfinished, content)
+        flush(self.unfinished)
+        self.unfinished.rename(self.path)
+        flush(self.path.parent)
+        remove_others(self.path, keep)
+        newest = latest(self.path.parent)
+        if newest != self.path:
+            warnings.warn(
+                f"save: {self.path.name} is not the latest checkpoint, which is {newest}; a new "
+                "run needs a folder of its own",
+                stacklevel=2,
+            )
+
+    def close(self) -> None:
+        """Remove what is unfinished, and let others write."""
+        self._exits.close()
 
 
 def _forget_lock() -> None:
     """Forget, in a forked process, a save that only its parent does."""
-    RunLock._in_process, RunLock._thread = threading.Lock(), None
+    Writing._in_process, Writing._thread = threading.Lock(), None
 
 
 os.register_at_fork(after_in_child=_forget_lock)
@@ -110,52 +139,23 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 def free_name(folder: Path, step: int) -> Path:
     """Return the folder of a checkpoint that does not exist yet."""
-    numbers = [number for number, _ in of_step(folder, step)]
+    used = [second for first, second in map(numbers_of, folder.iterdir()) if first == step]
     name = f"step-{step:08}"
-    return folder / (f"{name}.{max(numbers) + 1}" if numbers else name)
+    return folder / (f"{name}.{max(used) + 1}" if used else name)
 
 
-def unfinished_folder(path: Path) -> Path:
-    """Return a new folder to write into, which will be renamed to `path`.
-
-    The caller has locked the run. Each try has a name of its own, so that a slow process that
-    writes for an earlier one does not write into a later one.
-    """
-    for other in path.parent.iterdir():
-        if other.name.startswith((UNFINISHED, REMOVED)):
-            remove(other)
-    unfinished = path.parent / f"{UNFINISHED}{path.name}-{secrets.token_hex(4)}"
-    unfinished.mkdir()
-    return unfinished
-
-
-def put_in_place(unfinished: Path, path: Path) -> None:
-    """Give a folder its name, after all of its content is on the disk."""
-    flush(unfinished)
-    unfinished.rename(path)
-    flush(path.parent)
-
-
-def of_step(folder: Path, step: int) -> list[tuple[int, Path]]:
-    """Return the folders of a step, complete or not, with their second numbers."""
-    matches = [(CHECKPOINT.fullmatch(path.name), path) for path in folder.iterdir()]
-    return [
-        (int(match[2] or 0), path) for match, path in matches if match and int(match[1]) == step
-    ]
-
-
-def remove_others(path: Path, step: int, keep: int | None) -> None:
+def remove_others(path: Path, keep: int | None) -> None:
     """Remove the other complete checkpoints of this step, and old ones of other steps.
 
     Those of the `keep` - 1 highest other steps stay, or all if `keep` is None.
     """
-    folder = path.parent
-    every = checkpoints(folder)
-    same = {other for _, other in of_step(folder, step)}
-    others = [other for other in every if other not in same]
-    old = [] if keep is None else others[: max(len(others) - (keep - 1), 0)]
-    for other in (*(other for other in every if other in same and other != path), *old):
-        remove(other)
+    step = numbers_of(path)[0]
+    every = [other for other in checkpoints(path.parent) if other != path]
+    others = [other for other in every if numbers_of(other)[0] != step]
+    stay = others if keep is None else others[max(len(others) - (keep - 1), 0) :]
+    for other in every:
+        if other not in stay:
+            remove(other)
 
 
 def remove(folder: Path) -> None:

@@ -100,11 +100,6 @@ class Reader:
             if "pieces" not in entry or all(where.overlap(region).shape):
                 yield where, self._files[piece["file"]].read(name, piece["hash"])
 
-    def kinds(self) -> dict[str, tuple[str, list[int]]]:
-        """Return the dtype and shape of each tensor."""
-        entries = self.content["tensors"].items()
-        return {name: (entry["dtype"], entry["shape"]) for name, entry in entries}
-
 
 def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: Any) -> Loaded:
     """Load a checkpoint into objects, and return its step and values.
@@ -177,7 +172,7 @@ def _checked(
     Return, too, a DTensor for the name of each stored tensor that is to be sharded.
     """
     reader = Reader(folder)
-    stored, kinds = reader.content["parts"], reader.kinds()
+    stored, tensors = reader.content["parts"], reader.content["tensors"]
     parts = {"values": stored["values"]}
     likes: dict[str, Tensor] = {}
     for name, value in objects.items():
@@ -185,11 +180,11 @@ def _checked(
             names = ", ".join(sorted(reader.names()))
             raise CheckpointError(f"{folder}: it has no {name}, only {names or 'values'}")
         parts[name] = of_this_rank(stored[name], name, folder)
-        wrong = list(mistakes(value, kinds, parts[name]))
+        wrong = list(mistakes(value, tensors, parts[name]))
         if wrong:
             more = f"; and {len(wrong) - MOST_MISTAKES} more" if len(wrong) > MOST_MISTAKES else ""
             raise CheckpointError(f"{folder}: {name}: {'; '.join(wrong[:MOST_MISTAKES])}{more}")
-        likes |= shardings(value, reader.content["tensors"], kinds, parts[name])
+        likes |= shardings(value, tensors, parts[name])
     if rng and "rng" not in stored:
         raise CheckpointError(f"{folder}: it was saved with rng=False")
     if "rng" in stored and (resumes if rng is None else rng):

@@ -1,5 +1,6 @@
 """The parts of each object in a checkpoint: its state, and for models gradients, too."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,7 +53,9 @@ def check_parts(objects: dict[str, Any], function: str) -> None:
 def state_of(value: Any, *, gradients: bool) -> dict[str, Any]:
     """Return the parts of the state of an object."""
     value = unwrapped(value)
-    if isinstance(value, nn.Module) and any(map(is_fsdp1, value.modules())):
+    # Shards of FSDP1 look like whole tensors. It is known by its name, since its import takes long.
+    kinds = map(type, value.modules()) if isinstance(value, nn.Module) else ()
+    if any(kind.__name__ == "FullyShardedDataParallel" for kind in kinds):
         raise TypeError(
             "save: models of FullyShardedDataParallel are not supported; those of "
             "torch.distributed.fsdp.fully_shard are"
@@ -88,17 +91,14 @@ def check_shards(optimizer: Any) -> None:
         if not isinstance(param, Tensor) or not is_dtensor(param):
             continue
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.dim():
-                if not is_dtensor(value) or value.shape != param.shape:
-                    kind = "DTensor" if is_dtensor(value) else "tensor"
-                    raise TypeError(
-                        f"save: {name} of {type(optimizer).__name__} is a {kind} of shape "
-                        f"{list(value.shape)}, and its parameter is a DTensor of shape "
-                        f"{list(param.shape)}; state that is not sharded like its parameter is not "
-                        "supported"
-                    )
-            elif not isinstance(value, Tensor):
-                refuse_shards(value, f"{name} of {type(optimizer).__name__}")
+            place = f"{name} of {type(optimizer).__name__}"
+            if not isinstance(value, Tensor):
+                refuse_shards(value, place)
+            elif value.dim() and not (is_dtensor(value) and value.shape == param.shape):
+                raise TypeError(
+                    f"save: {place}: expected a DTensor of shape {list(param.shape)} like its "
+                    f"parameter, got {type(value).__name__} of shape {list(value.shape)}"
+                )
 
 
 def refuse_shards(state: Any, name: str) -> None:
@@ -107,30 +107,24 @@ def refuse_shards(state: Any, name: str) -> None:
         raise TypeError(f"save: {name}: only models and optimizers may have DTensors")
 
 
-def is_fsdp1(module: nn.Module) -> bool:
-    """Return True for FSDP1, whose shards look like whole tensors."""
-    return type(module).__name__ == "FullyShardedDataParallel"
-
-
-def mistakes(value: Any, kinds: dict[str, Any], parts: dict[str, Any]) -> Iterator[str]:
-    """Yield why stored parts do not fit an object. `kinds`: dtypes and shapes of stored tensors."""
+def mistakes(value: Any, tensors: dict[str, Any], parts: dict[str, Any]) -> Iterator[str]:
+    """Yield why stored parts do not fit an object. `tensors`: what the index says of tensors."""
     value = unwrapped(value)
     if isinstance(value, nn.Module):
         if METADATA not in parts:
             yield f"the checkpoint has the state of {parts['class']}, which was no module"
             return
-        yield from _mistakes_of_model(value.state_dict(), kinds, parts["state"])
-        yield from _mistakes_of_gradients(value, kinds, parts.get("gradients", {}))
+        yield from _mistakes_of_model(value.state_dict(), tensors, parts["state"])
     elif class_of(value) != parts["class"]:
         yield f"the checkpoint has the state of {parts['class']}, not of {class_of(value)}"
     elif has_torchs_state(value, parts["state"]):
-        yield from _mistakes_of_optimizer(value.param_groups, kinds, parts["state"])
+        yield from _mistakes_of_optimizer(value.param_groups, tensors, parts["state"])
     elif isinstance(value, TorchGradScaler) and value.is_enabled() and not parts["state"]:
         yield "the checkpoint has the state of a disabled scaler, and this one is enabled"
 
 
 def _mistakes_of_model(
-    state: dict[str, Any], kinds: dict[str, Any], stored: dict[str, Any]
+    state: dict[str, Any], tensors: dict[str, Any], stored: dict[str, Any]
 ) -> Iterator[str]:
     for name in (name for name in stored if name not in state):
         yield f"the checkpoint has {name}, which the model lacks"
@@ -141,23 +135,12 @@ def _mistakes_of_model(
         reference = stored[name]
         if is_extra(name) or not isinstance(value, Tensor) or not isinstance(reference, dict):
             continue
-        dtype, shape = kind_of(reference, kinds)
+        dtype, shape = kind_of(reference, tensors)
         if (dtype, shape) != (str(value.dtype), list(value.shape)):
             yield (
                 f"{name} is {dtype} of shape {shape} in the checkpoint, and {value.dtype} of shape "
                 f"{list(value.shape)} in the model"
             )
-
-
-def _mistakes_of_gradients(
-    model: nn.Module, kinds: dict[str, Any], stored: dict[str, Any]
-) -> Iterator[str]:
-    for name, param in model.named_parameters():
-        if name not in stored:
-            continue
-        dtype, own = kind_of(stored[name], kinds)[0], getattr(param, "grad_dtype", param.dtype)
-        if own is not None and dtype != str(own):
-            yield f"the gradient of {name} is {dtype} in the checkpoint, and {own} in the model"
 
 
 def has_torchs_state(value: Any, stored: dict[str, Any]) -> bool:
@@ -176,7 +159,7 @@ def _states_of_params(
 
 
 def _mistakes_of_optimizer(
-    groups: list[Any], kinds: dict[str, Any], stored: dict[str, Any]
+    groups: list[Any], tensors: dict[str, Any], stored: dict[str, Any]
 ) -> Iterator[str]:
     sizes = [len(group["params"]) for group in groups]
     stored_sizes = [len(group["params"]) for group in stored["param_groups"]]
@@ -184,7 +167,7 @@ def _mistakes_of_optimizer(
         yield f"its groups have {sizes} parameters, those in the checkpoint {stored_sizes}"
     for param, number, state in _states_of_params(groups, stored):
         for name in filter(lambda name: is_tensor(state.get(name)), SHAPED_LIKE_PARAMS):
-            shape = kind_of(state[name], kinds)[1]
+            shape = kind_of(state[name], tensors)[1]
             if shape != list(param.shape):
                 yield (
                     f"{name} of parameter {number} has shape {shape} in the checkpoint, and the "
@@ -192,13 +175,8 @@ def _mistakes_of_optimizer(
                 )
 
 
-def shardings(
-    value: Any, tensors: dict[str, Any], kinds: dict[str, Any], parts: dict[str, Any]
-) -> dict[str, Tensor]:
-    """Return, for the name of each stored tensor that is to be sharded, a DTensor like it.
-
-    tensors: what the index says of tensors. kinds: their dtypes and shapes.
-    """
+def shardings(value: Any, tensors: dict[str, Any], parts: dict[str, Any]) -> dict[str, Tensor]:
+    """Return, for the name of each stored tensor that is to be sharded, a DTensor like it."""
     value = unwrapped(value)
     pairs: list[tuple[Any, Any]] = []
     if isinstance(value, nn.Module):
@@ -215,7 +193,7 @@ def shardings(
             (name,) = tensors_of(stored)
             # A number, such as Adam's step, has the shape of a parameter without dimensions. It is
             # sharded only if it was stored in pieces.
-            is_like = kind_of(stored, kinds)[1] == list(like.shape)
+            is_like = kind_of(stored, tensors)[1] == list(like.shape)
             if is_like and (like.dim() or "pieces" in tensors[name]):
                 likes[name] = like
     return likes
@@ -236,19 +214,15 @@ def load_state(value: Any, part: dict[str, Any], read: Callable[..., Any]) -> No
 
 def _load_model(model: nn.Module, part: dict[str, Any], read: Callable[..., Any]) -> None:
     stored = part["state"].items()
-    state = StateDict((name, read(value, mapped=not is_extra(name))) for name, value in stored)
+    state = OrderedDict((name, read(value, mapped=not is_extra(name))) for name, value in stored)
     setattr(state, METADATA, read(part[METADATA]))
-    model.load_state_dict(state)
-    if "gradients" in part:
+    if "gradients" in part:  # first, since a parameter may refuse the dtype of its gradient
         grads = read(part["gradients"])
         for name, param in model.named_parameters():
             param.grad = grads[name].to(param.device) if name in grads else None
+    model.load_state_dict(state)
 
 
 def is_extra(name: str) -> bool:
     """Return True for state that a module makes and reads itself."""
     return name.rpartition(".")[2] == "_extra_state"
-
-
-class StateDict(dict[str, Any]):
-    """A state dict of a module, which may have an attribute."""

@@ -6,16 +6,16 @@ random numbers and loaders do, are stored for each of them.
 
 import json
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ampfuse.checkpoint._errors import CheckpointError
 from ampfuse.checkpoint._tensor_file import hash_of, hash_of_tensor
-from ampfuse.checkpoint._tree import Encoder, TensorOf, decoded, in_order, tensors_of
+from ampfuse.checkpoint._tree import Encoder
 from ampfuse.gradients.shards import is_distributed
 
 OF_RANKS = "$ranks"  # {"$ranks": [a state for each rank]}
@@ -27,29 +27,6 @@ def rank_and_size() -> tuple[int, int]:
     if is_distributed():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-def from_rank_0(function: Callable[[], Result]) -> Result:
-    """Call a function on rank 0, and return its result on all ranks.
-
-    If it raises, so do all ranks, those other than 0 a CheckpointError.
-    """
-    rank, size = rank_and_size()
-    if size == 1:
-        return function()
-    outcome: list[Any] = [None, None]
-    caught: BaseException | None = None
-    if rank == 0:
-        try:
-            outcome[0] = function()
-        except Exception as error:
-            caught, outcome[1] = error, str(error)
-    dist.broadcast_object_list(outcome, 0)
-    if caught is not None:
-        raise caught
-    if outcome[1] is not None:
-        raise CheckpointError(f"rank 0: {outcome[1]}")
-    return outcome[0]  # type: ignore[no-any-return]
 
 
 def on_all_ranks(function: Callable[[], Result]) -> Result:
@@ -71,6 +48,15 @@ def on_all_ranks(function: Callable[[], Result]) -> Result:
         if text is not None:
             raise CheckpointError(f"rank {rank}: {text}")
     return result  # type: ignore[no-any-return]
+
+
+def from_rank_0(function: Callable[[], Result]) -> Result:
+    """Call a function on rank 0, and return its result, or raise an error, on all ranks."""
+    rank, size = rank_and_size()
+    results: list[Any] = [on_all_ranks(lambda: function() if rank == 0 else None)]
+    if size > 1:
+        dist.broadcast_object_list(results, 0)
+    return results[0]  # type: ignore[no-any-return]
 
 
 def gathered(value: Result) -> list[Result]:
@@ -107,20 +93,25 @@ def check_same(encode: Encoder, names: list[str]) -> None:
         )
 
 
-def merged(encode: Encoder, parts: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Gather the encoded parts of all ranks on rank 0, and encode them again for one checkpoint.
+def encoded_of_ranks(
+    encode: Encoder, states: dict[str, Any], prints: dict[str, str]
+) -> dict[str, Any]:
+    """Encode the states of all ranks for one checkpoint. Only the result on rank 0 is used.
 
-    A part that is the same on all ranks is stored once.
+    A state whose fingerprints are the same on all ranks is stored once.
     """
-    packed = parts, {name: to_bytes(tensor) for name, tensor in tensors.items()}
+    if rank_and_size()[1] == 1:
+        return {name: encode(state, name) for name, state in states.items()}
+    packed = BytesIO()
+    torch.save((states, prints), packed)  # pickle alone does not support all dtypes
     of_ranks = [
-        (part, {name: from_bytes(*one) for name, one in tensors.items()})
-        for part, tensors in gathered(packed)
+        torch.load(BytesIO(data), map_location="cpu", weights_only=False)
+        for data in gathered(packed.getvalue())
     ]
     result = {}
-    for name in parts:
-        values = [decoded(part[name], in_memory(tensors)) for part, tensors in of_ranks]
-        if len({identity(part[name], tensors) for part, tensors in of_ranks}) == 1:
+    for name in states:
+        values = [states[name] for states, _ in of_ranks]
+        if len({prints[name] for _, prints in of_ranks}) == 1:
             result[name] = encode(values[0], name)
         else:
             places = (f"{name}/rank-{number}" for number in range(len(of_ranks)))
@@ -128,31 +119,12 @@ def merged(encode: Encoder, parts: dict[str, Any], tensors: dict[str, Tensor]) -
     return result
 
 
-def in_memory(tensors: dict[str, Tensor]) -> TensorOf:
-    """Return the function that decodes with these tensors."""
-
-    def tensor_of(name: str, order: list[int] | None) -> Tensor:
-        return tensors[name] if order is None else in_order(order, tensors[name])
-
-    return tensor_of
-
-
-def to_bytes(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Tensor]:
-    """Return a tensor as bytes, since pickle does not support all dtypes."""
-    # contiguous() and reshape() leave the stride of a tensor with one element as it is.
-    dense = tensor.cpu().clone(memory_format=torch.contiguous_format)
-    return tensor.dtype, tensor.shape, dense.view(-1).view(torch.uint8)
-
-
-def from_bytes(dtype: torch.dtype, shape: torch.Size, data: Tensor) -> Tensor:
-    """Return a tensor from bytes."""
-    return data.view(dtype).reshape(shape)
-
-
-def identity(part: Any, tensors: dict[str, Tensor]) -> str:
-    """Return a fingerprint of encoded values."""
-    hashes = [hash_of_tensor(tensors[name]) for name in tensors_of(part)]
-    return json.dumps([part, hashes])
+def fingerprint(state: Any, name: str) -> str:
+    """Return a text that is the same for the same states; raise if a state cannot be stored."""
+    encode = Encoder()
+    encoded = encode(state, name)
+    tensors = [tensor.cpu().contiguous() for tensor in encode.tensors.values()]
+    return json.dumps([encoded, list(map(hash_of_tensor, tensors))])
 
 
 def of_this_rank(encoded: Any, what: str, folder: Path) -> Any:

@@ -3,33 +3,26 @@
 import os
 import threading
 from collections.abc import Callable, Iterable
-from operator import index
 from pathlib import Path
 from typing import Any
 
+from ampfuse._arguments import checked_count
 from ampfuse._random import random_states
 from ampfuse.amp.gate import Gate
 from ampfuse.checkpoint._errors import required
+from ampfuse.checkpoint._folder import Writing
 from ampfuse.checkpoint._parts import check_parts, is_model, refuse_shards, state_of
 from ampfuse.checkpoint._ranks import (
     check_same,
+    encoded_of_ranks,
+    fingerprint,
     from_rank_0,
     gathered,
-    merged,
     on_all_ranks,
     rank_and_size,
 )
 from ampfuse.checkpoint._tree import Encoder
-from ampfuse.checkpoint._write import (
-    Writing,
-    Written,
-    begin_note,
-    leave_error,
-    leave_note,
-    note_of,
-    write_files,
-    writing,
-)
+from ampfuse.checkpoint._write import Written, joined, leave_note, note_of, write_files, writing
 
 
 class Saving:
@@ -137,11 +130,9 @@ def save(
         >>> ampfuse.checkpoint.load(folder, model=model).step
         10
     """
-    step = _checked_int("step", step)
-    if keep is not None and (keep := _checked_int("keep", keep)) < 1:
-        raise ValueError(f"save: keep: expected 1 or more, got {keep}")
-    if step < 0:
-        raise ValueError(f"save: step: expected 0 or more, got {step}")
+    step = checked_count("save: step", step, least=0)
+    if keep is not None:
+        keep = checked_count("save: keep", keep, least=1)
     check_parts(objects, "save")
     for module in ("safetensors.torch", "xxhash"):
         required(module)
@@ -160,87 +151,57 @@ def save(
         tensors = on_all_ranks(
             lambda: {name: one.to("cpu", copy=True) for name, one in tensors.items()}
         )
-    opened: list[Writing] = []  # on rank 0
+    opened: list[Writing] = []  # on rank 0, until it is finished or a thread finishes it
 
     def begin() -> tuple[Path, Path]:
-        opened.append(Writing(folder, step))
+        with writing(folder, step):
+            opened.append(Writing(folder, step))
         return opened[0].path, opened[0].unfinished
 
     def write() -> Written:
         with writing(folder, step):
             return write_files(unfinished, tensors, encode.shards, rank)
 
-    def write_part() -> None:
+    def finish(checkpoint: Writing, parts: Iterable[Written]) -> None:
         with writing(folder, step):
-            _write_part(unfinished, write, rank)
+            checkpoint.finish(content | joined(parts), keep)
 
-    try:
-        final, unfinished = from_rank_0(begin)
-    except BaseException:
-        for one in opened:
-            one.close()
-        raise
-    saving = Saving(final)
-    if not background:
-        try:
-            parts = gathered(on_all_ranks(write))
-            from_rank_0(lambda: opened[0].finish(content, parts, keep))
-        finally:
-            for one in opened:
-                one.close()
-    elif rank == 0:
+    def write_all(checkpoint: Writing) -> None:
         others = range(1, size if encode.shards else 1)
         try:
-            saving._start(lambda: _write_all(opened[0], content, write, others, keep))
-        except BaseException:
-            opened[0].close()
-            raise
-        opened[0].hand_over()
-    elif encode.shards:
-        saving._start(write_part)
-    return saving
+            finish(checkpoint, [write(), *(note_of(unfinished, other) for other in others)])
+        finally:
+            checkpoint.close()
 
+    def write_part() -> None:
+        with writing(folder, step):
+            leave_note(unfinished, rank, write)
 
-def _write_all(
-    opened: Writing,
-    content: dict[str, Any],
-    write: Callable[[], Written],
-    others: Iterable[int],
-    keep: int | None,
-) -> None:
-    """Write what rank 0 has, wait for other ranks, and finish the checkpoint, in a thread."""
     try:
-        parts = [write(), *(note_of(opened.unfinished, other) for other in others)]
-        opened.finish(content, parts, keep)
+        path, unfinished = from_rank_0(begin)
+        saving = Saving(path)
+        if not background:
+            parts = gathered(on_all_ranks(write))
+            from_rank_0(lambda: finish(opened[0], parts))
+        elif rank == 0:
+            (checkpoint,) = opened
+            saving._start(lambda: write_all(checkpoint))
+            opened.clear()
+            checkpoint.hand_over()
+        elif encode.shards:
+            saving._start(write_part)
     finally:
-        opened.close()
-
-
-def _checked_int(name: str, value: Any) -> int:
-    try:
-        return index(value)
-    except TypeError:
-        raise TypeError(f"save: {name}: expected an int, got {type(value).__name__}") from None
-
-
-def _write_part(unfinished: Path, write: Callable[[], Written], rank: int) -> None:
-    """Write what another rank has, in a thread, and let rank 0 know."""
-    note = begin_note(unfinished, rank)
-    try:
-        leave_note(note, write())
-    except Exception as error:
-        leave_error(note, error)
-        raise
+        for checkpoint in opened:
+            checkpoint.close()
+    return saving
 
 
 def _encoded(
     encode: Encoder, objects: dict[str, Any], values: Any, *, rng: bool, gradients: bool
 ) -> dict[str, Any]:
     """Encode all that is saved. Only the result on rank 0 is used."""
-    is_alone = rank_and_size()[1] == 1
-    of_ranks = encode if is_alone else Encoder()
 
-    def on_this_rank() -> tuple[dict[str, Any], dict[str, Any]]:
+    def on_this_rank() -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
         shared, own = {}, {}
         for value in objects.values():
             if isinstance(value, Gate):
@@ -251,14 +212,15 @@ def _encoded(
                 shared[name] = encode(state, name)
             else:
                 refuse_shards(state, name)
-                own[name] = of_ranks(state, name)
+                own[name] = state
         if rng:
-            own["rng"] = of_ranks(random_states(), "rng")
+            own["rng"] = random_states()
         refuse_shards(values, "values")
         # They come last, so that tensors of models that are in them keep their names.
         shared["values"] = encode(values, "values")
-        return shared, own
+        is_alone = rank_and_size()[1] == 1
+        return shared, own, {} if is_alone else {name: fingerprint(own[name], name) for name in own}
 
-    shared, own = on_all_ranks(on_this_rank)
+    shared, own, prints = on_all_ranks(on_this_rank)
     check_same(encode, [*shared, *own])
-    return shared | (own if is_alone else merged(encode, own, of_ranks.tensors))
+    return shared | encoded_of_ranks(encode, own, prints)

@@ -147,15 +147,11 @@ def in_order(order: list[int], tensor: Tensor) -> Tensor:
     return tensor.permute([order.index(dim) for dim in range(len(order))])
 
 
-def kind_of(
-    encoded: dict[str, Any], kinds: dict[str, tuple[str, list[int]]]
-) -> tuple[str, list[int]]:
-    """Return the dtype and shape of an encoded tensor. `kinds`: those of stored tensors."""
-    if "$tensor" in encoded:
-        return kinds[encoded["$tensor"]]
-    order, name = encoded["$order"]
-    dtype, shape = kinds[name]
-    return dtype, [shape[order.index(dim)] for dim in range(len(order))]
+def kind_of(encoded: dict[str, Any], stored: dict[str, Any]) -> tuple[str, list[int]]:
+    """Return the dtype and shape of an encoded tensor. `stored`: what the index says of tensors."""
+    order, name = encoded.get("$order") or (None, encoded["$tensor"])
+    dtype, shape = stored[name]["dtype"], stored[name]["shape"]
+    return dtype, shape if order is None else [shape[order.index(dim)] for dim in range(len(order))]
 
 
 def is_tensor(encoded: Any) -> bool:

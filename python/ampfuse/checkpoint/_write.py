@@ -1,29 +1,19 @@
 """Writes the files of a checkpoint: each rank its tensors, and rank 0 the index."""
 
 import json
-import shutil
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from math import inf, prod
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ampfuse.checkpoint import _index, _tensor_file
+from ampfuse.checkpoint import _tensor_file
 from ampfuse.checkpoint._errors import CheckpointError, required
-from ampfuse.checkpoint._folder import (
-    RunLock,
-    free_name,
-    latest,
-    put_in_place,
-    remove_others,
-    unfinished_folder,
-)
 from ampfuse.checkpoint._shards import Shard
 
 # Tensors of a GPU are copied to the host a file at a time.
@@ -34,49 +24,6 @@ PAUSE = 0.05
 
 Written = tuple[dict[str, Any], dict[str, Any]]
 """The entries of the index for files and for tensors."""
-
-
-class Writing:
-    """A checkpoint that rank 0 writes. Others cannot write to the run until it is closed."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        self._step = step
-        if (folder / _index.NAME).exists():
-            raise CheckpointError(f"{folder}: this is a checkpoint; pass the folder of the run")
-        try:
-            self._lock = RunLock(folder)
-            try:
-                self.path = free_name(folder, step)
-                self.unfinished = unfinished_folder(self.path)
-            except BaseException:
-                self._lock.release()
-                raise
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot write here: {error}") from error
-
-    def hand_over(self) -> None:
-        """Let a background thread finish and close it."""
-        self._lock.hand_over()
-
-    def finish(self, content: dict[str, Any], parts: Iterable[Written], keep: int | None) -> None:
-        """Write the index of what all ranks have written, and remove old checkpoints."""
-        with writing(self.path.parent, self._step):
-            _index.write(self.unfinished, content | joined(parts))
-            put_in_place(self.unfinished, self.path)
-            remove_others(self.path, self._step, keep)
-            newest = latest(self.path.parent)
-        if newest != self.path:
-            warnings.warn(
-                f"save: {self.path.name} is not the latest checkpoint, which is {newest}; a new "
-                "run needs a folder of its own",
-                stacklevel=2,
-            )
-
-    def close(self) -> None:
-        """Remove what is unfinished, and let others write."""
-        if self.unfinished.exists():
-            shutil.rmtree(self.unfinished, ignore_errors=True)
-        self._lock.release()
 
 
 @contextmanager
@@ -136,18 +83,14 @@ def joined(parts: Iterable[Written]) -> dict[str, Any]:
 def add_pieces(pieces: list[dict[str, Any]], more: list[dict[str, Any]], name: str) -> None:
     """Add pieces of a tensor. The same one may come from several meshes, as of DDP's replicas."""
     for piece in more:
-        same = [one for one in pieces if region_of(one) == region_of(piece)]
+        region = piece["start"], piece["shape"]
+        same = [one for one in pieces if (one["start"], one["shape"]) == region]
         if any(one["hash"] != piece["hash"] for one in same):
             raise CheckpointError(
                 f"save: {name} differs between ranks; all ranks must have the same model"
             )
         if not same:
             pieces.append(piece)
-
-
-def region_of(piece: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the start and the shape of a piece."""
-    return piece["start"], piece["shape"]
 
 
 def batches(tensors: dict[str, Tensor]) -> list[list[str]]:
@@ -163,28 +106,24 @@ def batches(tensors: dict[str, Tensor]) -> list[list[str]]:
     return result
 
 
-def begin_note(folder: Path, rank: int) -> Path:
-    """Create the file of a note, so that it can be left even if the disk is full later."""
+def leave_note(folder: Path, rank: int, write: Callable[[], Written]) -> None:
+    """Write what this rank has, in the background, and leave a note for rank 0: that, or an error.
+
+    Collective calls in a thread would mix with those of the training, so a file is used. It is
+    created first, so that it can be left even if the disk is full later.
+    """
     beside = folder / f".rank-{rank}.new"
     beside.touch()
-    return beside
-
-
-def leave_note(beside: Path, written: Written | None, error: str | None = None) -> None:
-    """Write for rank 0 what this rank has written in the background, or its error.
-
-    Collective calls in a thread would mix with those of the training, so a file is used.
-    """
-    beside.write_text(json.dumps([written, error]))
-    beside.rename(beside.with_suffix(""))
-
-
-def leave_error(beside: Path, error: BaseException) -> None:
-    """Let rank 0 know that this rank could not write its part in the background."""
+    note: list[Any] = [None, "it was interrupted"]
     try:
-        leave_note(beside, None, str(error) or repr(error))
-    except OSError:
-        with suppress(OSError):  # rank 0 has removed the folder, if this fails, too
+        note = [write(), None]
+    except Exception as error:
+        note[1] = str(error) or repr(error)
+        raise
+    finally:
+        try:
+            beside.write_text(json.dumps(note))
+        finally:
             beside.rename(beside.with_suffix(""))
 
 

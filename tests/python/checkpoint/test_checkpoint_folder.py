@@ -74,11 +74,11 @@ ampfuse.checkpoint.save(sys.argv[1], step=2)
 
 def test_second_writer_is_refused_while_the_first_one_writes(programs, tmp_path, model):
     checkpoint.save(tmp_path, step=1, model=model)
-    lock = _folder.RunLock(tmp_path)
+    first = _folder.Writing(tmp_path, 3)
     done = programs.run("-c", SECOND_WRITER, tmp_path)
     message = f"CheckpointError: {tmp_path}: another process writes a checkpoint here now"
     assert done.stderr.splitlines()[-1].endswith(message)
-    lock.release()
+    first.close()
     assert names(tmp_path) == ["step-00000001"]
     assert programs.run("-c", SECOND_WRITER, tmp_path).returncode == 0
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
@@ -158,8 +158,9 @@ def test_saves_in_the_background_wait_for_each_other(tmp_path, model):
     assert names(tmp_path) == steps[7:]
 
 
-def no_space(*_):
-    raise OSError(28, "No space left on device")
+def no_space(*_, ignore_errors=False):
+    if not ignore_errors:
+        raise OSError(28, "No space left on device")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -174,15 +175,25 @@ def test_error_in_the_background_is_raised_by_wait(tmp_path, model, monkeypatch)
 
 
 def test_forked_process_does_not_keep_the_lock(tmp_path, model):
-    lock = _folder.RunLock(tmp_path)
+    writing = _folder.Writing(tmp_path, 3)
     child = os.fork()
     if child == 0:
         time.sleep(30)
         os._exit(0)
-    lock.release()
+    writing.close()
     checkpoint.save(tmp_path, step=1, model=model)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+
+
+def test_shared_disk_without_locks_is_an_error_and_not_a_hang(tmp_path, model, monkeypatch):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(_folder.fcntl, "flock", flock)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"step 1 could not be written: .*not impl"):
+            checkpoint.save(tmp_path, step=1, model=model)
 
 
 def test_save_in_a_signal_handler_during_a_save_is_refused(tmp_path, model, monkeypatch):

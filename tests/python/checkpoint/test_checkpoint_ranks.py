@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ampfuse.checkpoint import CheckpointError
-from ampfuse.checkpoint._ranks import from_bytes, to_bytes
 from checkpointed import Stateful, Training, same, shared_folder
 from on_ranks import on_ranks
 from processes import Scenarios
@@ -185,9 +184,3 @@ def test_loaded_tensors_do_not_depend_on_the_files(kind):
                 opened.write(bytes(file.stat().st_size))
     dist.barrier()
     assert same([*whole(other.tensors()), *grads_of(other.model)], before)
-
-
-def test_column_of_one_element_is_sent_as_bytes():
-    column = torch.ones(3, 4)[:1, 0]
-    assert column.stride() == (4,)
-    assert torch.equal(from_bytes(*to_bytes(column)), column)

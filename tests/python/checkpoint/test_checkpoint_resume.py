@@ -210,8 +210,8 @@ def test_optimizer_state_that_belongs_to_no_parameter_comes_back(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"step": -1}, ValueError, "save: step: expected 0 or more, got -1"),
-        ({"step": 1, "keep": 0}, ValueError, "save: keep: expected 1 or more, got 0"),
+        ({"step": -1}, ValueError, "save: step: expected at least 0, got -1"),
+        ({"step": 1, "keep": 0}, ValueError, "save: keep: expected at least 1, got 0"),
         ({"step": 1, "keep": 2.0}, TypeError, "save: keep: expected an int, got float"),
         (
             {"step": 1, "loader": []},
