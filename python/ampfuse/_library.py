@@ -1,17 +1,12 @@
 """Loads libampfuse, and raises for a torch that it was not built for."""
 
-import contextlib
-import ctypes
 import json
 import re
 from pathlib import Path
 
 import torch
 
-from ampfuse._warning import warn_caller
-
 PACKAGE = Path(__file__).parent
-DRIVER = "libcuda.so.1"
 
 
 def _minor(version: str) -> str:
@@ -64,27 +59,3 @@ def _other_build(library: Path) -> str | None:
         if "libampfuse" in path and Path(path).resolve() != library.resolve()
     ]
     return others[0] if others else None
-
-
-def driver_version() -> int:
-    """Return the newest CUDA version that the driver supports: 13000 for 13.0, 0 without driver."""
-    version = ctypes.c_int(0)
-    with contextlib.suppress(OSError):
-        ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(version))
-    return version.value
-
-
-def cuda_text(version: int) -> str:
-    """Return a driver's number as people write it: "13.0" for 13000."""
-    return f"{version // 1000}.{version % 1000 // 10}"
-
-
-def warn_of_old_driver() -> None:
-    """Warn of drivers before 530 (CUDA 12.1), which refuse the kernels' 32,764 argument bytes."""
-    version = driver_version()
-    if 0 < version < 12010:
-        warn_caller(
-            f"this NVIDIA driver supports CUDA {cuda_text(version)}, and "
-            "ampfuse's kernels need 12.1: with CUDA tensors they will fail at their first launch. "
-            "Update the driver to 530 or newer"
-        )

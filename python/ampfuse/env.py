@@ -1,12 +1,18 @@
 """A description of this installation and of what works here, for users and bug reports."""
 
+import contextlib
+import ctypes
+import os
 import platform
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 import ampfuse
-from ampfuse import _library
-from ampfuse._build_advice import Installation, advice, nvcc_version
+
+FIRST_DRIVER = 12010  # of CUDA 12.1: older ones refuse the kernels' 32,764 argument bytes
 
 
 def describe() -> list[tuple[str, str]]:
@@ -17,24 +23,89 @@ def describe() -> list[tuple[str, str]]:
         ("built for torch", info["torch_version"]),
         ("torch", torch.__version__),
         ("Python", platform.python_version()),
-        ("CPU kernels", f"{info['cpu_capability']}, {_threads()}"),
+        ("CPU kernels", f"{info['cpu_capability']}, {torch.get_num_threads()} threads"),
         ("CUDA kernels", _cuda_build(info)),
     ]
     rows += [(f"GPU {index}", text) for index, text in enumerate(_gpus())]
     rows += [("works on CPU", _verdict("cpu")), ("works on CUDA", _cuda_verdict())]
-    return rows + [("advice", text) for text in advice(_installation(info))]
-
-
-def _installation(info: dict[str, str]) -> Installation:
     gpus = range(torch.cuda.device_count())
-    return Installation(
+    found = Installation(
         cuda_archs=info["cuda_archs"],
         built_with=info["cuda_version"],
         torchs_cuda=torch.version.cuda,
-        driver=_library.driver_version(),
+        driver=driver_version(),
         gpus=[torch.cuda.get_device_capability(index) for index in gpus],
-        nvcc=nvcc_version(),
     )
+    return rows + [("advice", text) for text in advice(found)]
+
+
+class Installation(NamedTuple):
+    """The facts that decide whether CUDA kernels run."""
+
+    cuda_archs: str
+    """The architectures of the kernels in CMake's notation, for example "80-real 90"."""
+    built_with: str
+    """The CUDA version that compiled them; empty in a CPU build."""
+    torchs_cuda: str | None
+    driver: int
+    """The newest CUDA version that the driver supports: 13000 for 13.0, 0 without a driver."""
+    gpus: list[tuple[int, int]]
+    """The compute capabilities of the GPUs that torch sees."""
+
+
+def advice(found: Installation) -> Iterator[str]:
+    """Yield sentences, each with one thing to change."""
+    if found.torchs_cuda is None:
+        if found.driver:
+            yield (
+                "this torch is a CPU build, but there is an NVIDIA driver: install torch with "
+                "CUDA (https://pytorch.org), and then ampfuse again"
+            )
+        return
+    torchs_major = found.torchs_cuda.partition(".")[0]
+    if not found.gpus:
+        supported = f"supports CUDA {found.driver // 1000}.{found.driver % 1000 // 10}"
+        yield (
+            "torch sees no GPU: the NVIDIA driver "
+            f"{supported if found.driver else 'was not found'}, torch needs CUDA {torchs_major}, "
+            f"and CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}"
+        )
+        return
+    if found.driver < FIRST_DRIVER:
+        yield "update the NVIDIA driver to 530 or newer: launches of kernels will fail"
+    missing = [gpu for gpu in found.gpus if not _is_served(gpu, found.cuda_archs)]
+    if found.built_with and found.built_with.partition(".")[0] != torchs_major:
+        missing = found.gpus
+    if missing:
+        archs = " ".join(sorted({f"{major}.{minor}" for major, minor in missing}))
+        yield (
+            f'compile kernels for {archs}: in the checkout, TORCH_CUDA_ARCH_LIST="{archs}" pip '
+            "install --no-build-isolation --force-reinstall --no-deps ."
+        )
+
+
+def _is_served(gpu: tuple[int, int], cuda_archs: str) -> bool:
+    """Return True if kernels for one of these architectures run on a GPU.
+
+    Machine code runs on the later GPUs of its major version, and PTX on all later ones. That of an
+    architecture with a letter, as in "90a", counts for one GPU only.
+    """
+    for arch in cuda_archs.split():
+        match = re.fullmatch(r"(\d+)(\d)([a-z]?)(-real)?(?:-virtual)?", arch)
+        if match is None:
+            continue
+        built = int(match[1]), int(match[2])
+        if built == gpu or (built < gpu and not match[3] and (built[0] == gpu[0] or not match[4])):
+            return True
+    return False
+
+
+def driver_version() -> int:
+    """Return the newest CUDA version that the driver supports: 13000 for 13.0, 0 without driver."""
+    version = ctypes.c_int(0)
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def _cuda_build(info: dict[str, str]) -> str:
@@ -46,11 +117,6 @@ def _cuda_build(info: dict[str, str]) -> str:
         for arch in info["cuda_archs"].split()
     ]
     return f"CUDA {info['cuda_version']} for {', '.join(archs)}"
-
-
-def _threads() -> str:
-    count = torch.get_num_threads()
-    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def _gpus() -> list[str]:

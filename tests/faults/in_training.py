@@ -214,7 +214,7 @@ FAULTS = [
     ),
     Fault(
         "ScaleMetrics counts all skipped steps again if no update came since the last read.",
-        "python/ampfuse/integrations/_scale_metrics.py",
+        "python/ampfuse/integrations/__init__.py",
         """records[len(records) - new :]""",
         """records[-new:]""",
         "tests/frameworks",

@@ -2,13 +2,10 @@
 
 from typing import Any
 
+from accelerate import Accelerator, DistributedType
+
 from ampfuse.amp import GradScaler
-from ampfuse.integrations._required import require
-from ampfuse.integrations._scale_metrics import measured_scaler
-
-require("accelerate", __name__)
-
-from accelerate import Accelerator, DistributedType  # noqa: E402
+from ampfuse.integrations import measured_scaler
 
 
 def use_scaler(accelerator: Accelerator, **options: Any) -> GradScaler:

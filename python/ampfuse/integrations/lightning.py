@@ -2,21 +2,17 @@
 
 from typing import Any
 
+from lightning.fabric.plugins.precision import amp as fabric
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import amp as trainers
+from lightning.pytorch.plugins.precision.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+
 from ampfuse._nested import unwrapped
 from ampfuse.amp import GradScaler
-from ampfuse.integrations import ScaleMetrics
-from ampfuse.integrations._required import require
-from ampfuse.integrations._scale_metrics import measured_scaler
+from ampfuse.integrations import ScaleMetrics, measured_scaler
 from ampfuse.optim import Adam
 from ampfuse.optim.stepping import takes_tensors
-
-require("lightning", __name__)
-
-from lightning.fabric.plugins.precision import amp as fabric  # noqa: E402
-from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.plugins.precision import amp as trainers  # noqa: E402
-from lightning.pytorch.plugins.precision.precision import Precision  # noqa: E402
-from lightning.pytorch.utilities import GradClipAlgorithmType  # noqa: E402
 
 
 def _scaler(precision: str, device: str, options: dict[str, Any]) -> GradScaler | None:

@@ -5,13 +5,8 @@ from typing import Any, TypeVar
 import torch
 
 from ampfuse.integrations import ScaleMetrics
-from ampfuse.integrations._required import require
+from ampfuse.integrations.accelerate import use_scaler
 from ampfuse.optim import AdamW
-
-require("transformers", __name__)
-require("accelerate", __name__)
-
-from ampfuse.integrations.accelerate import use_scaler  # noqa: E402
 
 TORCHS_ADAMW = ("adamw_torch", "adamw_torch_fused")
 T = TypeVar("T")  # a transformers.Trainer
