@@ -88,7 +88,7 @@ class Reader:
 
     def _region(self, name: str, like: Tensor | None) -> Region:
         if like is not None:
-            return shard_of(like).region
+            return shard_of(like, f"load: {name}").region
         shape = self.content["tensors"][name]["shape"]
         return Region([0] * len(shape), shape)
 

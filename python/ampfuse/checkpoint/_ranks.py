@@ -79,9 +79,9 @@ def check_same(encode: Encoder, names: list[str]) -> None:
     lines = [repr(names)]
     for name, tensor in encode.tensors.items():
         if not name.startswith(("values/", "values~")) and name != "values":  # those are of rank 0
-            shape = encode.shards[name].shape if name in encode.shards else tensor.shape
-            is_sharded = name in encode.shards
-            lines.append(f"{name}: {tensor.dtype} of shape {list(shape)}, {is_sharded}")
+            shard = encode.shards.get(name)
+            shape = list(tensor.shape if shard is None else shard.shape)
+            lines.append(f"{name}: {tensor.dtype} of shape {shape}, {shard is None}")
     own = hash_of("\n".join(lines).encode())
     hashes = [own] * size
     dist.all_gather_object(hashes, own)

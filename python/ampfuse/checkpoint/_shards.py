@@ -45,12 +45,12 @@ class Shard(NamedTuple):
     """False if a rank before this one holds the same region."""
 
 
-def shard_of(tensor: Any) -> Shard:
-    """Return the part of a DTensor that this rank holds."""
+def shard_of(tensor: Any, name: str) -> Shard:
+    """Return the part of a DTensor that this rank holds; raise with this name if it has none."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None or not is_one_region(tensor.shape, mesh, placements):
-        raise TypeError(f"checkpoints of {placements} on {mesh} are not supported")
+        raise TypeError(f"{name}: checkpoints of {placements} on {mesh} are not supported")
     (chunk,) = tensor.__create_chunk_list__()
     is_first = not any(
         place

@@ -97,7 +97,7 @@ class Encoder:
 
     def _named(self, tensor: Tensor, place: str) -> str:
         """Return the name of a tensor, which is its first place."""
-        shard = self._shard(tensor, place)
+        shard = shard_of(tensor, f"save: {place}") if is_dtensor(tensor) else None
         tensor = local(tensor.detach())
         if not tensor.is_meta and tensor.layout == torch.strided:
             tensor = tensor.resolve_conj().resolve_neg()
@@ -119,14 +119,6 @@ class Encoder:
         if shard is not None:
             self.shards[place] = shard
         return place
-
-    def _shard(self, tensor: Tensor, place: str) -> Shard | None:
-        if not is_dtensor(tensor):
-            return None
-        try:
-            return shard_of(tensor)
-        except TypeError as error:
-            raise TypeError(f"save: {place}: {error}") from None
 
 
 def order_in_memory(tensor: Tensor) -> list[int]:

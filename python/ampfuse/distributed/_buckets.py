@@ -1,5 +1,6 @@
 """Inspects the buckets of gradients that DistributedDataParallel has reduced."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from ampfuse import ops
 from ampfuse._graphs import is_in_backward
-from ampfuse.distributed._end_of_backward import at_the_end, keep_for_current_stream
+from ampfuse.distributed._collector import at_the_end, keep_for_current_stream
 from ampfuse.gradients.signals import BackwardNorms
 
 
@@ -57,14 +58,13 @@ class Buckets:
         return reduction.then(inspect)
 
     def _inspect(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        parts: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        groups = defaultdict[int, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
         for param, grad in zip(params, grads, strict=True):
-            group = self._groups.get(id(param))
-            if group is not None:
-                of_group = parts.setdefault(group, ([], []))
-                of_group[0].append(param)
-                of_group[1].append(grad)
-        for of_params, of_grads in parts.values():
+            if id(param) in self._groups:
+                of_params, of_grads = groups[self._groups[id(param)]]
+                of_params.append(param)
+                of_grads.append(grad)
+        for of_params, of_grads in groups.values():
             result = ops.multi_tensor_norm(of_grads, dtype=torch.float64)
             self._pending.append((of_params, result))
 

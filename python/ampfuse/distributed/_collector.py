@@ -1,6 +1,7 @@
 """Inspects gradients of parameters when they are complete, many at a time."""
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,6 @@ from torch import Tensor
 
 from ampfuse import ops
 from ampfuse._graphs import backward_pass, eager_only, is_capturing, is_in_backward
-from ampfuse.distributed._end_of_backward import at_the_end, keep_for_current_stream
 from ampfuse.gradients.devices import is_served
 from ampfuse.gradients.shards import Sharding, local, sharding_of
 from ampfuse.gradients.signals import BackwardNorms
@@ -83,3 +83,16 @@ class Collector:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
                 keep_for_current_stream(result)
             self._on_streams, self._queued = [], -1
+
+
+def at_the_end(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the present backward pass."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def keep_for_current_stream(result: ops.MultiTensorNorm) -> None:
+    """Keep memory that another stream of a GPU has allocated until the current one has used it."""
+    for norm in (result.total_norm, result.norms, result.found_inf):
+        if norm.is_cuda:
+            norm.record_stream(torch.cuda.current_stream(norm.device))

@@ -125,10 +125,6 @@ class FabricMixedPrecision(fabric.MixedPrecision):
             self.scaler.unscale_(optimizer)
 
 
-def _described(scaler: Any) -> str:
-    return "a Trainer without a scaler" if scaler is None else f"a Trainer with {type(scaler)}"
-
-
 class ScaleLogger(Callback):
     """Logs `loss_scale`, `skipped_steps` and `grad_norm` with the Trainer's own loggers.
 
@@ -149,7 +145,7 @@ class ScaleLogger(Callback):
         if not isinstance(scaler, GradScaler):
             raise TypeError(
                 "ScaleLogger: expected Trainer(plugins=ampfuse.integrations.lightning."
-                f"MixedPrecision('16-mixed')), got {_described(scaler)}"
+                f"MixedPrecision('16-mixed')), got the scaler {scaler}"
             )
         self._metrics, self._logged = ScaleMetrics(scaler), 0
 

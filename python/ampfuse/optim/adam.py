@@ -107,10 +107,9 @@ class Adam(torch.optim.Adam):
         options.check_limit(max_grad_norm)
         options.check_unscale(unscale, process_group)
         self._unscale = unscale
-        if self._has_own_options:
-            self.max_grad_norm = max_grad_norm
-            self.process_group = process_group
-            self._own_options = own_options
+        self.max_grad_norm = max_grad_norm
+        self.process_group = process_group
+        self._own_options = own_options
         self._columns = ColumnCache(self._own_options)
         self._written = WrittenParams()
         self._is_in_zero = is_called_from(ZERO) and torch.distributed.get_world_size() > 1
@@ -151,14 +150,14 @@ class Adam(torch.optim.Adam):
         lines = [f"{type(self).__name__} ("]
         for index, group in enumerate(self.param_groups):
             lines.append(f"Parameter Group {index}")
-            shown = self.options_of(group) if self._has_own_options else group
-            lines += [f"    {name}: {shown[name]}" for name in sorted(shown.keys() - {"params"})]
+            shown = self.options_of(group)
+            lines += [f"    {name}: {shown[name]}" for name in sorted(shown)]
         return "\n".join([*lines, ")"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy."""
-        names = OWN_ATTRIBUTES & vars(self).keys() if self._has_own_options else ()
-        return {**Optimizer.__getstate__(self), **{name: vars(self)[name] for name in names}}
+        own = {name: vars(self)[name] for name in OWN_ATTRIBUTES & vars(self).keys()}
+        return {**Optimizer.__getstate__(self), **own}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Adam":
         """Copy the optimizer; the copy has the same process group."""

@@ -36,8 +36,3 @@ class Usage:
         self.fallbacks[reason] += 1
         if self.fallbacks[reason] == 1:
             logger.warning("%s is left to torch: %s", what, reason)
-
-    def forget(self) -> None:
-        """Reset the counts."""
-        self.uses = self.waits_avoided = 0
-        self.fallbacks.clear()

@@ -53,13 +53,12 @@ def test_parameters_are_accepted_in_every_form_that_torch_accepts(name):
 
 
 @BOTH
-def test_defaults_groups_and_repr_equal_those_of_torch(name):
+def test_defaults_and_groups_equal_those_of_torch(name):
     ours = getattr(torch.optim, name)([parameter()], capturable=True)
     torchs = TORCHS[name]([parameter()], capturable=True)
     assert torchs.defaults == ours.defaults
     groups = [dict(optimizer.param_groups[0], params=None) for optimizer in (torchs, ours)]
     assert groups[0] == groups[1]
-    assert repr(ours) == repr(torchs)
 
 
 def test_optimizer_may_be_made_from_the_options_of_another():
