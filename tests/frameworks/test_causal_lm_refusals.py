@@ -54,15 +54,18 @@ LLAMA, BERT = config_of("llama"), config_of("bert")
 T5 = AutoConfig.for_model("t5", vocab_size=97, d_model=16)
 ON_THE_HEAD = LoraConfig(target_modules=["lm_head"])
 REFUSED = [
-    (lambda: torch.nn.Linear(2, 2), "expected a causal language model of Transformers.* Linear"),
-    (lambda: torch.compile(model_of()), "OptimizedModule; call apply_to_model before"),
+    (lambda: torch.nn.Linear(2, 2), "expected a decoder of Transformers.* Linear"),
+    (lambda: torch.compile(model_of()), "OptimizedModule .*; call apply_to_model before"),
     (lambda: bfloat16_accelerator().prepare(model_of()), "this LlamaForCausalLM was replaced"),
-    (lambda: Classifier.from_config(LLAMA), "got LlamaForSequenceClassification, which"),
-    (lambda: model_of().model, "got LlamaModel, which"),
-    (lambda: EncoderDecoder.from_config(T5), "got T5For.*, which is an encoder-decoder"),
-    (lambda: WithoutLabels(LLAMA), "got WithoutLabels, which .* no `labels` in its forward"),
-    (lambda: AutoModelForMaskedLM.from_config(BERT), "ForCausalLMLoss, got .*ForMaskedLMLoss"),
-    (with_own_loss, "ForCausalLMLoss, got .*lambda"),
+    (lambda: Classifier.from_config(LLAMA), "got LlamaForSequenceClassification with"),
+    (lambda: model_of().model, "got LlamaModel with"),
+    (lambda: EncoderDecoder.from_config(T5), "got T5ForConditionalGeneration with"),
+    (lambda: WithoutLabels(LLAMA), "labels .* got WithoutLabels with"),
+    (
+        lambda: AutoModelForMaskedLM.from_config(BERT),
+        "got .*with the loss .*ForMaskedLMLoss",
+    ),
+    (with_own_loss, "ForCausalLMLoss, got .*with the loss .*lambda"),
     (lambda: get_peft_model(model_of(), ON_THE_HEAD), "plain nn.Linear, got .*lora"),
     (lambda: with_head(quantised), "plain nn.Linear, got .*Quantised"),
     (lambda: with_head(parametrizations.weight_norm), "plain nn.Linear, got .*Parametrized"),

@@ -75,13 +75,7 @@ class _Loss:
 
 
 def _checked_loss(model: Any) -> Any:
-    name = type(model).__name__
-    if not hasattr(type(model), "get_output_embeddings"):
-        raise TypeError(
-            "model: expected a causal language model of Transformers, or a PeftModel of one, got "
-            f"{name}; call apply_to_model before DDP, torch.compile and other wrappers"
-        )
-    loss = getattr(model, "loss_function", None)
+    name, loss = type(model).__name__, getattr(model, "loss_function", None)
     if isinstance(loss, _Loss):
         return loss
     if "forward" in vars(model):
@@ -89,16 +83,18 @@ def _checked_loss(model: Any) -> Any:
             f"model: the forward of this {name} was replaced, for example by accelerator.prepare() "
             "or SFTTrainer; call apply_to_model before"
         )
-    has_labels = "labels" in inspect.signature(type(model).forward).parameters
-    if model.config.is_encoder_decoder or model.get_output_embeddings() is None or not has_labels:
+    is_causal = (
+        hasattr(type(model), "get_output_embeddings")
+        and model.get_output_embeddings() is not None
+        and not model.config.is_encoder_decoder
+        and "labels" in inspect.signature(type(model).forward).parameters
+        and getattr(loss, "__name__", "") == "ForCausalLMLoss"
+    )
+    if not is_causal:
         raise TypeError(
-            f"model: expected a decoder with an output layer and labels, got {name}, which is an "
-            "encoder-decoder, or has no get_output_embeddings(), or no `labels` in its forward"
-        )
-    if getattr(loss, "__name__", "") != "ForCausalLMLoss":
-        raise TypeError(
-            f"model: expected Transformers' loss function of causal language models, "
-            f"ForCausalLMLoss, got {loss}"
+            "model: expected a decoder of Transformers, or a PeftModel of one, with an output "
+            f"layer, labels and the loss ForCausalLMLoss, got {name} with the loss {loss}; call "
+            "apply_to_model before DDP, torch.compile and other wrappers"
         )
     return loss
 

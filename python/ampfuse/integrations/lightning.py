@@ -57,8 +57,6 @@ class MixedPrecision(trainers.MixedPrecision):
 
         Args:
             optimizer: The optimizer, which Lightning may have wrapped.
-            *args: Passed to Lightning's method.
-            **kwargs: Passed to Lightning's method.
 
         Returns:
             The result of Lightning's method.

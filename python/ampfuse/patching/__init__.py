@@ -76,10 +76,6 @@ def unpatch(*parts: str) -> None:
 
     Args:
         *parts: Names of parts as in `patch`; all parts if no name is given.
-
-    Raises:
-        ValueError: A name is not that of a part.
-        TypeError: A part is not a text.
     """
     with changing():
         for part in chosen(parts, ()):
@@ -97,10 +93,6 @@ def patched(*parts: str, without: Iterable[str] = ()) -> Iterator[None]:
     Yields:
         None, once: this is a context manager.
 
-    Raises:
-        ValueError: A name is not that of a part.
-        TypeError: A part is not a text.
-
     Examples:
         >>> import torch, ampfuse
         >>> with ampfuse.patched("scaler"):
@@ -108,14 +100,13 @@ def patched(*parts: str, without: Iterable[str] = ()) -> Iterator[None]:
         >>> isinstance(scaler, ampfuse.GradScaler), isinstance(scaler, torch.amp.GradScaler)
         (True, True)
     """
-    wanted, entered = chosen(parts, without), []
+    wanted = chosen(parts, without)
     try:
         with changing():
             for part in wanted:
                 part.blocks += 1
-                entered.append(part)
         yield
     finally:
         with changing():
-            for part in entered:
+            for part in wanted:
                 part.blocks -= 1
