@@ -4,9 +4,7 @@ import contextlib
 import ctypes
 import os
 import platform
-import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -27,77 +25,44 @@ def describe() -> list[tuple[str, str]]:
         ("CUDA kernels", _cuda_build(info)),
     ]
     rows += [(f"GPU {index}", text) for index, text in enumerate(_gpus())]
-    rows += [("works on CPU", _verdict("cpu")), ("works on CUDA", _cuda_verdict())]
-    gpus = range(torch.cuda.device_count())
-    found = Installation(
-        cuda_archs=info["cuda_archs"],
-        built_with=info["cuda_version"],
-        torchs_cuda=torch.version.cuda,
-        driver=driver_version(),
-        gpus=[torch.cuda.get_device_capability(index) for index in gpus],
-    )
-    return rows + [("advice", text) for text in advice(found)]
+    on_cuda = _cuda_verdict()
+    rows += [("works on CPU", _verdict("cpu")), ("works on CUDA", on_cuda)]
+    gpus = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    works = not on_cuda.startswith("no")
+    texts = advice(torch.version.cuda, driver_version(), gpus, works=works)
+    return rows + [("advice", text) for text in texts]
 
 
-class Installation(NamedTuple):
-    """The facts that decide whether CUDA kernels run."""
+def advice(
+    torchs_cuda: str | None, driver: int, gpus: list[tuple[int, int]], *, works: bool
+) -> Iterator[str]:
+    """Yield sentences, each with one thing to change.
 
-    cuda_archs: str
-    """The architectures of the kernels in CMake's notation, for example "80-real 90"."""
-    built_with: str
-    """The CUDA version that compiled them; empty in a CPU build."""
-    torchs_cuda: str | None
-    driver: int
-    """The newest CUDA version that the driver supports: 13000 for 13.0, 0 without a driver."""
-    gpus: list[tuple[int, int]]
-    """The compute capabilities of the GPUs that torch sees."""
-
-
-def advice(found: Installation) -> Iterator[str]:
-    """Yield sentences, each with one thing to change."""
-    if found.torchs_cuda is None:
-        if found.driver:
+    driver: The newest CUDA version that it supports, 13000 for 13.0, or 0 without a driver.
+    gpus: The compute capabilities of the GPUs that torch sees.
+    works: Whether the kernels run on the first one.
+    """
+    if torchs_cuda is None:
+        if driver:
             yield (
                 "this torch is a CPU build, but there is an NVIDIA driver: install torch with "
                 "CUDA (https://pytorch.org), and then ampfuse again"
             )
-        return
-    torchs_major = found.torchs_cuda.partition(".")[0]
-    if not found.gpus:
-        supported = f"supports CUDA {found.driver // 1000}.{found.driver % 1000 // 10}"
+    elif not gpus:
+        supported = f"supports CUDA {driver // 1000}.{driver % 1000 // 10}"
         yield (
-            "torch sees no GPU: the NVIDIA driver "
-            f"{supported if found.driver else 'was not found'}, torch needs CUDA {torchs_major}, "
-            f"and CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}"
+            f"torch sees no GPU: the NVIDIA driver {supported if driver else 'was not found'}, "
+            f"torch needs CUDA {torchs_cuda.partition('.')[0]}, and CUDA_VISIBLE_DEVICES is "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}"
         )
-        return
-    if found.driver < FIRST_DRIVER:
-        yield "update the NVIDIA driver to 530 or newer: launches of kernels will fail"
-    missing = [gpu for gpu in found.gpus if not _is_served(gpu, found.cuda_archs)]
-    if found.built_with and found.built_with.partition(".")[0] != torchs_major:
-        missing = found.gpus
-    if missing:
-        archs = " ".join(sorted({f"{major}.{minor}" for major, minor in missing}))
+    elif driver < FIRST_DRIVER:
+        yield "update the NVIDIA driver to 530 or newer, since launches of kernels fail"
+    elif not works:
+        archs = " ".join(sorted({f"{major}.{minor}" for major, minor in gpus}))
         yield (
             f'compile kernels for {archs}: in the checkout, TORCH_CUDA_ARCH_LIST="{archs}" pip '
             "install --no-build-isolation --force-reinstall --no-deps ."
         )
-
-
-def _is_served(gpu: tuple[int, int], cuda_archs: str) -> bool:
-    """Return True if kernels for one of these architectures run on a GPU.
-
-    Machine code runs on the later GPUs of its major version, and PTX on all later ones. That of an
-    architecture with a letter, as in "90a", counts for one GPU only.
-    """
-    for arch in cuda_archs.split():
-        match = re.fullmatch(r"(\d+)(\d)([a-z]?)(-real)?(?:-virtual)?", arch)
-        if match is None:
-            continue
-        built = int(match[1]), int(match[2])
-        if built == gpu or (built < gpu and not match[3] and (built[0] == gpu[0] or not match[4])):
-            return True
-    return False
 
 
 def driver_version() -> int:
