@@ -49,6 +49,9 @@ __all__ = [
     "unpatch",
 ]
 
+if _C.has_cuda():
+    _library.warn_of_old_driver()
+
 __version__: str = _C.build_info()["version"]
 
 cmake_prefix_path: str = str(_library.PACKAGE)

@@ -1,12 +1,18 @@
 """Loads libampfuse, and raises for a torch that it was not built for."""
 
+import contextlib
+import ctypes
 import json
 import re
 from pathlib import Path
 
 import torch
 
+from ampfuse._warning import warn_caller
+
 PACKAGE = Path(__file__).parent
+DRIVER = "libcuda.so.1"
+FIRST_DRIVER = 12010  # of CUDA 12.1: older ones refuse the kernels' 32,764 argument bytes
 
 
 def _minor(version: str) -> str:
@@ -59,3 +65,20 @@ def _other_build(library: Path) -> str | None:
         if "libampfuse" in path and Path(path).resolve() != library.resolve()
     ]
     return others[0] if others else None
+
+
+def driver_version() -> int:
+    """Return the newest CUDA version that the driver supports: 13000 for 13.0, 0 without driver."""
+    version = ctypes.c_int(0)
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
+def warn_of_old_driver() -> None:
+    """Warn of a driver with which kernels fail at their first launch."""
+    if 0 < driver_version() < FIRST_DRIVER:
+        warn_caller(
+            "with this NVIDIA driver ampfuse's kernels will fail at their first launch with CUDA "
+            "tensors. Update the driver to 530 or newer"
+        )

@@ -1,7 +1,5 @@
 """A description of this installation and of what works here, for users and bug reports."""
 
-import contextlib
-import ctypes
 import os
 import platform
 from collections.abc import Iterator
@@ -9,8 +7,7 @@ from collections.abc import Iterator
 import torch
 
 import ampfuse
-
-FIRST_DRIVER = 12010  # of CUDA 12.1: older ones refuse the kernels' 32,764 argument bytes
+from ampfuse import _library
 
 
 def describe() -> list[tuple[str, str]]:
@@ -29,7 +26,7 @@ def describe() -> list[tuple[str, str]]:
     rows += [("works on CPU", _verdict("cpu")), ("works on CUDA", on_cuda)]
     gpus = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
     works = not on_cuda.startswith("no")
-    texts = advice(torch.version.cuda, driver_version(), gpus, works=works)
+    texts = advice(torch.version.cuda, _library.driver_version(), gpus, works=works)
     return rows + [("advice", text) for text in texts]
 
 
@@ -55,7 +52,7 @@ def advice(
             f"torch needs CUDA {torchs_cuda.partition('.')[0]}, and CUDA_VISIBLE_DEVICES is "
             f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}"
         )
-    elif driver < FIRST_DRIVER:
+    elif driver < _library.FIRST_DRIVER:
         yield "update the NVIDIA driver to 530 or newer, since launches of kernels fail"
     elif not works:
         archs = " ".join(sorted({f"{major}.{minor}" for major, minor in gpus}))
@@ -63,14 +60,6 @@ def advice(
             f'compile kernels for {archs}: in the checkout, TORCH_CUDA_ARCH_LIST="{archs}" pip '
             "install --no-build-isolation --force-reinstall --no-deps ."
         )
-
-
-def driver_version() -> int:
-    """Return the newest CUDA version that the driver supports: 13000 for 13.0, 0 without driver."""
-    version = ctypes.c_int(0)
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    return version.value
 
 
 def _cuda_build(info: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Two builds of the library in one process."""
+"""Two builds of the library in one process, and drivers that are too old for the kernels."""
 
 import shutil
 import subprocess
@@ -7,6 +7,7 @@ import sys
 import ampfuse
 import pytest
 import warm
+from ampfuse import _library
 from packaging_tools import PACKAGE
 
 LIBRARY = PACKAGE / "lib" / "libampfuse.so"
@@ -48,6 +49,22 @@ def test_same_build_may_be_loaded_twice():
     done = run(f"import torch, ampfuse; torch.ops.load_library({str(LIBRARY)!r})")
 
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("version", "is_old"), [(0, False), (12000, True), (12010, False)])
+def test_warning_is_given_only_for_a_driver_that_is_too_old(
+    version, is_old, monkeypatch, recwarn, tmp_path
+):
+    source = tmp_path / "driver.c"
+    source.write_text(f"int cuDriverGetVersion(int* v) {{ *v = {version}; return 0; }}")
+    driver = tmp_path / "libcuda.so.1"
+    subprocess.run(["g++", "-x", "c", "-shared", "-o", driver, source], check=True)
+    monkeypatch.setattr(_library, "DRIVER", str(driver) if version else "no driver")
+
+    _library.warn_of_old_driver()
+
+    texts = [str(warning.message) for warning in recwarn]
+    assert any("Update the driver to 530 or newer" in text for text in texts) == is_old
 
 
 def test_check_targets_raises_nothing_before_any_loss():
