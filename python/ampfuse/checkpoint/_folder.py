@@ -92,7 +92,14 @@ class Writing:
                 raise CheckpointError(
                     f"{folder}: another process writes a checkpoint here now"
                 ) from None
-            exits.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # forked processes have it open, too
+            except OSError as error:  # of a network file system, for example
+                warnings.warn(
+                    f"save: {folder} cannot be locked ({error.strerror}): make sure that no other "
+                    "process saves there",
+                    stacklevel=2,
+                )
+            else:  # forked processes have the file open, too
+                exits.callback(fcntl.flock, lock, fcntl.LOCK_UN)
             for path in folder.iterdir():
                 if path.name.startswith((UNFINISHED, REMOVED)):
                     remove(path)
