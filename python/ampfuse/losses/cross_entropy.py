@@ -1,53 +1,27 @@
 """Cross-entropy that reads logits once for loss and gradient, which it scales before rounding."""
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from typing_extensions import Unpack  # a dependency of torch
 
-from ampfuse._arguments import explain, refuse_unknown
-from ampfuse.losses._transforms import raise_if_refused, refusal
 from ampfuse.losses.options import (
     DEFAULTS,
-    REMEDIES,
+    CrossEntropyMetrics,
     LossOptions,
     changed_options,
     checked_scaler,
-    grad_scale_of,
-    op_options,
-    refuse_none,
+    compute_loss,
+    options_of,
+    refusal,
 )
-
-
-class CrossEntropyMetrics(NamedTuple):
-    """Metrics of each row from the same pass, in the shape of class targets.
-
-    They have no gradient.
-    """
-
-    lse: Tensor
-    """Log-sum-exp of the logits after softcap, in the loss's dtype."""
-    entropy: Tensor
-    """Entropy of the predicted distribution in nats, in the loss's dtype."""
-    argmax: Tensor
-    """The class of the largest logit, int64."""
-    correct: Tensor
-    """True if that is the target (for probabilities, the most probable class).
-
-    It is False for ignored rows.
-    """
 
 
 @overload
 def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    return_metrics: Literal[False] = False,
-    **options: Unpack[LossOptions],
+    input: Tensor, target: Tensor, weight: Tensor | None = None, **options: Unpack[LossOptions]
 ) -> Tensor: ...
 
 
@@ -58,7 +32,7 @@ def cross_entropy(
     weight: Tensor | None = None,
     *,
     return_metrics: Literal[True],
-    **options: Unpack[LossOptions],
+    **options: Any,
 ) -> tuple[Tensor, CrossEntropyMetrics]: ...
 
 
@@ -141,21 +115,20 @@ def cross_entropy(
         (tensor(0.4100), tensor([[-0.0596,  0.0596],
                 [ 0.2500, -0.2500]]))
     """
-    refuse_unknown(cross_entropy, unknown, REMEDIES)
-    refuse_none("cross_entropy", input=input, target=target)
-    options = op_options(
-        input, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
+    return compute_loss(  # type: ignore[no-any-return]
+        cross_entropy,
+        unknown,
+        {"input": input, "target": target},
+        return_metrics,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        grad_scale=grad_scale,
+        denominator=denominator,
+        z_loss=z_loss,
+        softcap=softcap,
     )
-    op = torch.ops.ampfuse.cross_entropy
-    try:
-        if not return_metrics:
-            loss: Tensor = op.default(input, target, weight, **options)
-            return loss
-        results = op.metrics(input, target, weight, **options)
-    except RuntimeError as error:
-        raise_if_refused("cross_entropy", error)
-        explain("cross_entropy", error)
-    return results[0], CrossEntropyMetrics(*results[1:])
 
 
 def cross_entropy_(
@@ -194,11 +167,8 @@ def cross_entropy_(
         The loss, 0-dim; float32 for 16-bit logits, else of their dtype.
 
     Raises:
-        TypeError: An argument has a wrong type or dtype.
-        ValueError: A shape does not fit, or an option is out of range.
-        RuntimeError: `input` is a leaf that requires grad.
-        IndexError: A target is out of range, in this call or, on a GPU, in an earlier one.
-        NotImplementedError: torch.func or forward mode would differentiate the loss.
+        RuntimeError: `input` is a leaf that requires grad. Other errors are those of
+            `cross_entropy`.
 
     Examples:
         >>> import torch, ampfuse
@@ -208,21 +178,23 @@ def cross_entropy_(
         >>> logits.detach(), hidden.grad
         (tensor([[-0.1192,  0.1192]]), tensor([[-0.2384,  0.0000]]))
     """
-    refuse_unknown(cross_entropy_, unknown, REMEDIES)
-    refuse_none("cross_entropy_", input=input, target=target)
     dual = forward_ad.unpack_dual(input)  # type: ignore[no-untyped-call]
     if dual.tangent is not None:  # torch refuses it only after `input` is overwritten
         raise refusal("cross_entropy_")
-    options = op_options(
-        input, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
+    results = compute_loss(
+        cross_entropy_,
+        unknown,
+        {"input": input, "target": target},
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        grad_scale=grad_scale,
+        denominator=denominator,
+        z_loss=z_loss,
+        softcap=softcap,
     )
-    try:
-        op = torch.ops.ampfuse.cross_entropy_.default
-        loss: Tensor = op(input, target, weight, **options)[0]
-    except RuntimeError as error:
-        raise_if_refused("cross_entropy_", error)
-        explain("cross_entropy_", error)
-    return loss
+    return results[0]  # type: ignore[no-any-return]
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -294,15 +266,4 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         Returns:
             The loss, as of `cross_entropy`.
         """
-        return cross_entropy(
-            input,
-            target,
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            grad_scale=grad_scale_of(self.scaler, input),
-            denominator=denominator,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
-        )
+        return cross_entropy(input, target, self.weight, **options_of(self, input, denominator))

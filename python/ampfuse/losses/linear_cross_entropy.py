@@ -8,20 +8,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack  # a dependency of torch
 
-from ampfuse._arguments import explain, refuse_unknown
+from ampfuse._graphs import eager_only
 from ampfuse.gradients.shards import is_dtensor
-from ampfuse.losses._transforms import raise_if_refused
-from ampfuse.losses._vocab_shard import vocab_shard
-from ampfuse.losses.cross_entropy import CrossEntropyMetrics
 from ampfuse.losses.options import (
     DEFAULTS,
-    REMEDIES,
+    CrossEntropyMetrics,
     LinearLossOptions,
     changed_options,
     checked_scaler,
-    grad_scale_of,
-    op_options,
-    refuse_none,
+    compute_loss,
+    options_of,
 )
 
 if TYPE_CHECKING:
@@ -34,8 +30,6 @@ def linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
-    *,
-    return_metrics: Literal[False] = False,
     **options: Unpack[LinearLossOptions],
 ) -> Tensor: ...
 
@@ -48,7 +42,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     *,
     return_metrics: Literal[True],
-    **options: Unpack[LinearLossOptions],
+    **options: Any,
 ) -> tuple[Tensor, CrossEntropyMetrics]: ...
 
 
@@ -151,10 +145,8 @@ def linear_cross_entropy(
         float64 inputs. With `return_metrics`, a pair of the loss and the metrics.
 
     Raises:
-        TypeError: An argument has a wrong type or dtype, or is a DTensor.
-        ValueError: A shape does not fit, or an option is out of range or not allowed with another.
-        IndexError: A target is out of range, in this call or, on a GPU, in an earlier one.
-        NotImplementedError: torch.func or forward mode would differentiate the loss.
+        TypeError: A tensor is a DTensor. Other errors are those of `cross_entropy`.
+        ValueError: Options are not allowed with each other.
 
     Examples:
         >>> import torch, ampfuse
@@ -165,41 +157,70 @@ def linear_cross_entropy(
         >>> loss.detach(), hidden.grad
         (tensor(0.1269), tensor([[-0.1192, -0.1192]]))
     """
-    refuse_unknown(linear_cross_entropy, unknown, REMEDIES)
-    refuse_none("linear_cross_entropy", hidden=hidden, weight=weight, target=target)
-    _refuse_dtensors(
-        hidden=hidden,
-        weight=weight,
-        target=target,
-        bias=bias,
-        class_weight=class_weight,
-        accumulate_into=accumulate_into,
-    )
-    options = op_options(
-        hidden, reduction, ignore_index, label_smoothing, grad_scale, denominator, z_loss, softcap
-    )
-    options |= {
+    tensors = {"hidden": hidden, "weight": weight, "target": target}
+    options: dict[str, Any] = {
+        "bias": bias,
         "class_weight": class_weight,
-        "chunk_rows": chunk_rows,
-        "chunk_classes": chunk_classes,
-        "logits_dtype": logits_dtype,
         "accumulate_into": accumulate_into,
     }
+    for name, tensor in (tensors | options).items():
+        # A weight does not show whether its mesh is data parallel or tensor parallel, so this
+        # function cannot choose between gathering and reducing.
+        if is_dtensor(tensor):
+            raise TypeError(
+                f"linear_cross_entropy: {name}: expected a plain tensor, got a DTensor. With "
+                "fully_shard, call it in the forward of the module whose fully_shard group holds "
+                "the weight, or shard the head as a module of its own, for example a "
+                f"LinearCrossEntropyLoss. With tensor parallelism pass {name}.to_local() and "
+                "process_group="
+            )
     if process_group is not None:
-        options["vocab_shard"] = vocab_shard(process_group, weight, first_class, num_classes)
+        options["vocab_shard"] = _vocab_shard(process_group, weight, first_class, num_classes)
         options["group"] = process_group.group_name
     elif first_class is not None or num_classes is not None:
         raise ValueError("first_class, num_classes: only allowed with process_group")
-    op = torch.ops.ampfuse.linear_cross_entropy
-    try:
-        if not return_metrics:
-            loss: Tensor = op.default(hidden, weight, target, bias, **options)
-            return loss
-        results = op.metrics(hidden, weight, target, bias, **options)
-    except RuntimeError as error:
-        raise_if_refused("linear_cross_entropy", error)
-        explain("linear_cross_entropy", error)
-    return results[0], CrossEntropyMetrics(*results[1:])
+    return compute_loss(  # type: ignore[no-any-return]
+        linear_cross_entropy,
+        unknown,
+        tensors,
+        return_metrics,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        grad_scale=grad_scale,
+        denominator=denominator,
+        z_loss=z_loss,
+        softcap=softcap,
+        chunk_rows=chunk_rows,
+        chunk_classes=chunk_classes,
+        logits_dtype=logits_dtype,
+        **options,
+    )
+
+
+def _vocab_shard(
+    process_group: ProcessGroup, weight: Tensor, first_class: int | None, num_classes: int | None
+) -> list[int]:
+    """Return [ranks, first class, classes]; by default for equal shards in the order of ranks."""
+    _check_shard(process_group, first_class=first_class, num_classes=num_classes)
+    if (first_class is None) != (num_classes is None):
+        raise ValueError("first_class, num_classes: expected both or neither")
+    size, classes = process_group.size(), weight.shape[0]
+    if first_class is None or num_classes is None:
+        first_class, num_classes = process_group.rank() * classes, size * classes
+    return [size, first_class, num_classes]
+
+
+@eager_only
+def _check_shard(process_group: ProcessGroup, **classes: int | None) -> None:
+    if not hasattr(process_group, "group_name"):
+        raise TypeError(
+            "process_group: expected a torch.distributed.ProcessGroup that this rank belongs to, "
+            f"got {type(process_group).__name__}"
+        )
+    for name, number in classes.items():
+        if number is not None and not isinstance(number, int):
+            raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -306,29 +327,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             target,
             self.linear.bias,
             class_weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            grad_scale=grad_scale_of(self.scaler, hidden),
-            denominator=denominator,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
             chunk_rows=self.chunk_rows,
             chunk_classes=self.chunk_classes,
             logits_dtype=self.logits_dtype,
             accumulate_into=accumulate_into,
+            **options_of(self, hidden, denominator),
         )
-
-
-def _refuse_dtensors(**tensors: Tensor | None) -> None:
-    # A weight does not show whether its mesh is data parallel or tensor parallel, so the function
-    # cannot choose between gathering and reducing.
-    for name, tensor in tensors.items():
-        if tensor is not None and is_dtensor(tensor):
-            raise TypeError(
-                f"linear_cross_entropy: {name}: expected a plain tensor, got a DTensor. With "
-                "fully_shard, a weight is a plain tensor only in the forward of the module whose "
-                "fully_shard group holds it: call linear_cross_entropy there, or shard the head "
-                "as a module of its own, for example a LinearCrossEntropyLoss. With tensor "
-                f"parallelism pass {name}.to_local() and process_group="
-            )

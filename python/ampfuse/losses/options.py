@@ -1,13 +1,16 @@
-"""Options that both losses have: their types, and their conversion to operator arguments."""
+"""Metrics and options that both losses have, and the call of their operators."""
 
+import re
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Number
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
+from ampfuse._arguments import explain, refuse_unknown
 from ampfuse._graphs import eager_only, traced_as
 
 if TYPE_CHECKING:
@@ -22,13 +25,16 @@ DEFAULTS = {
     "softcap": None,
 }
 
-
 # Hints for keyword arguments that the losses' functions do not have.
 REMEDIES = {
     "scaler": "pass grad_scale=scaler.scale_tensor(), or use the module, which takes scaler=",
     "size_average": "use reduction=",
     "reduce": "use reduction=",
 }
+
+# Torch's messages: for C++ autograd functions under torch.func, for operators in forward mode, and
+# for C++ autograd functions in forward mode.
+_REFUSALS = re.compile(r"with functorch transforms|forward AD|jvp is not implemented")
 
 
 class LossOptions(TypedDict, total=False):
@@ -41,6 +47,7 @@ class LossOptions(TypedDict, total=False):
     denominator: Tensor | float | None
     z_loss: float
     softcap: float | None
+    return_metrics: Literal[False]  # those that return metrics are other overloads
 
 
 class LinearLossOptions(LossOptions, total=False):
@@ -56,6 +63,115 @@ class LinearLossOptions(LossOptions, total=False):
     num_classes: int | None
 
 
+class CrossEntropyMetrics(NamedTuple):
+    """Metrics of each row from the same pass, in the shape of class targets.
+
+    They have no gradient.
+    """
+
+    lse: Tensor
+    """Log-sum-exp of the logits after softcap, in the loss's dtype."""
+    entropy: Tensor
+    """Entropy of the predicted distribution in nats, in the loss's dtype."""
+    argmax: Tensor
+    """The class of the largest logit, int64."""
+    correct: Tensor
+    """True if that is the target (for probabilities, the most probable class).
+
+    It is False for ignored rows.
+    """
+
+
+def compute_loss(
+    function: Callable[..., Any],
+    unknown: dict[str, Any],
+    tensors: dict[str, Tensor],
+    return_metrics: bool = False,
+    *,
+    reduction: str,
+    grad_scale: Tensor | float | None,
+    denominator: Tensor | float | None,
+    **options: Any,
+) -> Any:
+    """Call the operator with a function's name, and return a pair if metrics are requested.
+
+    `unknown` are arguments that the function does not have, and `tensors` those that it requires.
+    """
+    name = function.__name__
+    refuse_unknown(function, unknown, REMEDIES)
+    for argument, tensor in tensors.items():
+        if tensor is None:  # which operators take for an empty tensor
+            raise TypeError(f"{name}: {argument}: expected a Tensor, got None")
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+        raise ValueError(f'reduction: expected "none", "mean" or "sum", got {reduction!r}')
+    for constant in ("z_loss", "softcap"):
+        if isinstance(options[constant], Tensor):  # the host would wait, and it has no gradient
+            raise TypeError(f"{constant}: expected a number, got a tensor")
+    input, *_ = tensors.values()
+    options |= {
+        "reduction": REDUCTIONS[reduction],
+        "grad_scale": _number("grad_scale", grad_scale, torch.float32, input),
+        "denominator": _number("denominator", denominator, torch.float64, input),
+    }
+    op = getattr(torch.ops.ampfuse, name)
+    try:
+        if not return_metrics:
+            return op.default(**tensors, **options)
+        loss, *metrics = op.metrics(**tensors, **options)
+    except RuntimeError as error:
+        # Active transforms are not checked beforehand: torch refuses only what is differentiated (a
+        # metric of detached logits works inside `torch.func.grad`), and the check would cost time
+        # in each call and break the graph of `torch.compile` under vmap.
+        if _REFUSALS.search(str(error)):
+            raise refusal(name) from error
+        explain(name, error)
+    return loss, CrossEntropyMetrics(*metrics)
+
+
+def refusal(function: str) -> NotImplementedError:
+    """Return the error under torch.func and in forward mode."""
+    return NotImplementedError(
+        f"{function}: torch.func transforms (grad, vjp, jvp, jacrev, hessian) and forward-mode AD "
+        "are not supported; use torch.nn.functional.cross_entropy of the logits under them"
+    )
+
+
+def _number(
+    name: str, value: Tensor | float | None, dtype: torch.dtype, input: Tensor
+) -> Tensor | None:
+    if value is None or isinstance(value, Tensor):
+        return value
+    _check_number(name, value)
+    # torch.compile would recompile for each value of a constant, but not of a factor. Tensors
+    # cannot be multiplied by a Fraction or a Decimal.
+    factor = float(value) if isinstance(value, Fraction | Decimal) else value
+    return torch.ones((), dtype=dtype, device=_device_of(input)) * factor
+
+
+@eager_only
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, Number):
+        hint = "; pass scaler.scale_tensor()" if hasattr(value, "get_scale") else ""
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}{hint}")
+    if name == "denominator" and not value:
+        raise ValueError("denominator: expected a number other than 0")
+
+
+def _device_of(input: Tensor) -> torch.device | None:
+    """Return the tensor's device, or None for types that are refused later."""
+    return getattr(input, "device", None)
+
+
+# --- modules ------------------------------------------------------------------------------------
+
+
+def checked_scaler(scaler: Any) -> Any:
+    """Return the scaler; raise if it is something else."""
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise TypeError(f"scaler: expected a GradScaler or None, got {type(scaler).__name__}")
+    return scaler
+
+
 def changed_options(module: Any, defaults: dict[str, Any]) -> str:
     """Return the options of a loss that differ from the defaults, as text."""
     given = {name: getattr(module, name) for name in defaults}
@@ -64,11 +180,17 @@ def changed_options(module: Any, defaults: dict[str, Any]) -> str:
     return ", ".join(f"{name}={v}" for name, v in given.items() if v != defaults.get(name))
 
 
-def checked_scaler(scaler: Any) -> Any:
-    """Return the scaler; raise if it is something else."""
-    if scaler is not None and not hasattr(scaler, "is_enabled"):
-        raise TypeError(f"scaler: expected a GradScaler or None, got {type(scaler).__name__}")
-    return scaler
+def options_of(module: Any, input: Tensor, denominator: Tensor | float | None) -> LossOptions:
+    """Return the options that both losses have, as arguments of a loss's function."""
+    return {
+        "ignore_index": module.ignore_index,
+        "reduction": module.reduction,
+        "label_smoothing": module.label_smoothing,
+        "grad_scale": grad_scale_of(module.scaler, input),
+        "denominator": denominator,
+        "z_loss": module.z_loss,
+        "softcap": module.softcap,
+    }
 
 
 def _traced_grad_scale_of(scaler: Any, input: Tensor) -> Tensor | None:
@@ -82,68 +204,5 @@ def grad_scale_of(scaler: Any, input: Tensor) -> Tensor | None:
         return None
     if hasattr(scaler, "_live_scale"):
         return scaler._live_scale()  # type: ignore[no-any-return]
-    one = torch.ones((), dtype=torch.float32, device=device_of(input))
+    one = torch.ones((), dtype=torch.float32, device=_device_of(input))
     return scaler.scale(one)  # type: ignore[no-any-return]
-
-
-def device_of(input: Tensor) -> torch.device | None:
-    """Return the tensor's device, or None for types that are refused later."""
-    return getattr(input, "device", None)
-
-
-def op_options(
-    input: Tensor,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    grad_scale: Tensor | float | None,
-    denominator: Tensor | float | None,
-    z_loss: float,
-    softcap: float | None,
-) -> dict[str, Any]:
-    """Return the options as arguments of the operators."""
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        raise ValueError(f'reduction: expected "none", "mean" or "sum", got {reduction!r}')
-    for name, constant in (("z_loss", z_loss), ("softcap", softcap)):
-        if isinstance(constant, Tensor):  # the host would wait for it, and it would get no gradient
-            raise TypeError(f"{name}: expected a number, got a tensor")
-    return {
-        "reduction": REDUCTIONS[reduction],
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "grad_scale": _number("grad_scale", grad_scale, torch.float32, input),
-        "denominator": _number("denominator", denominator, torch.float64, input),
-        "z_loss": z_loss,
-        "softcap": softcap,
-    }
-
-
-def _number(
-    name: str, value: Tensor | float | None, dtype: torch.dtype, input: Tensor
-) -> Tensor | None:
-    if value is None or isinstance(value, Tensor):
-        return value
-    _check_number(name, value)
-    # torch.compile would recompile for each value of a constant, but not of a factor.
-    return torch.ones((), dtype=dtype, device=device_of(input)) * as_plain(value)
-
-
-def as_plain(value: float) -> float:
-    """Return a Fraction or a Decimal as a float: tensors cannot be multiplied by these."""
-    return float(value) if isinstance(value, Fraction | Decimal) else value
-
-
-def refuse_none(op: str, **tensors: Tensor) -> None:
-    """Raise for an argument that is None in place of a tensor, which operators take for empty."""
-    for name, tensor in tensors.items():
-        if tensor is None:
-            raise TypeError(f"{op}: {name}: expected a Tensor, got None")
-
-
-@eager_only
-def _check_number(name: str, value: Any) -> None:
-    if not isinstance(value, Number):
-        hint = "; pass scaler.scale_tensor()" if hasattr(value, "get_scale") else ""
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}{hint}")
-    if name == "denominator" and not value:
-        raise ValueError("denominator: expected a number other than 0")
