@@ -62,25 +62,21 @@ def _each_device(tensors: list[Tensor], call: Callable[[list[Tensor]], T]) -> li
     return results
 
 
-def _norm_over_devices(tensors: list[Tensor], norm_type: float) -> Tensor:
+@traced_as(_each_device)
+def _at_once(tensors: list[Tensor], call: Callable[[list[Tensor]], T]) -> list[T]:
+    """Call `call` with all tensors, or with those of each device if it refuses that."""
+    try:
+        return [call(tensors)]
+    except ValueError:  # most likely several devices; checking for them first would take long
+        return _each_device(tensors, call)
+
+
+def _norm_of_list(tensors: list[Tensor], norm_type: float) -> Tensor:
     def norm_of(tensors: list[Tensor]) -> Tensor:
         return ops.multi_tensor_norm(tensors, norm_type).total_norm
 
-    norms = _each_device(tensors, norm_of)
-    return norms[0] if len(norms) == 1 else norm_of([norm.to(norms[0].device) for norm in norms])
-
-
-@traced_as(_norm_over_devices)
-def _norm_of_list(tensors: list[Tensor], norm_type: float) -> Tensor:
-    try:
-        return ops.multi_tensor_norm(tensors, norm_type).total_norm
-    except ValueError:  # most likely several devices; checking for them first would take long
-        return _norm_over_devices(tensors, norm_type)
-
-
-def _has_repeats(grads: list[Tensor]) -> bool:
-    """Return True if a gradient is listed twice. torch scales such a gradient twice."""
-    return len({grad.data_ptr() for grad in grads}) < len(grads)
+    first, *others = _at_once(tensors, norm_of)
+    return norm_of([first, *(norm.to(first.device) for norm in others)]) if others else first
 
 
 def _have_several_meshes(tensors: list[Tensor]) -> bool:
@@ -159,17 +155,9 @@ def _total_norm(
     elif not tensors:
         total_norm = torch.tensor(0.0)
     elif _is_ours(tensors, norm_type):
-        try:
-            total_norm = _norm_of_list(tensors, norm_type)
-        except ValueError as error:
-            if all(tensor.layout == torch.strided for tensor in tensors):
-                raise
-            try:
-                return torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-            except NotImplementedError:  # torch 2.11 has no norm of sparse tensors
-                raise error from None
+        total_norm = _norm_of_list(tensors, norm_type)
     else:
-        return torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+        total_norm = torch_get_total_norm(tensors, norm_type, foreach=foreach)
     if error_if_nonfinite and not torch.isfinite(total_norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
@@ -286,7 +274,9 @@ def _clip(
     try:
         _clip_list(grads, max_norm, total_norm)
     except ValueError:  # raised before anything is written
-        if all(grad.layout == torch.strided for grad in grads) and not _has_repeats(grads):
+        is_strided = all(grad.layout == torch.strided for grad in grads)
+        # torch scales a gradient twice that is listed twice.
+        if is_strided and len({grad.data_ptr() for grad in grads}) == len(grads):
             raise
         torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
 
