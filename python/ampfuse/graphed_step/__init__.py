@@ -1,16 +1,16 @@
 """A training step as one CUDA graph, which the host only launches."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ampfuse import _C
+from ampfuse._arguments import checked_count
 from ampfuse._nested import params_of
 from ampfuse.amp import GradScaler
-from ampfuse.graphed_step._arguments import checked_split, device_of, expect, name_of
 from ampfuse.graphed_step._warm_up import warm_up
 from ampfuse.optim import Adam
 from ampfuse.optim.options import OURS, check_limit
@@ -112,29 +112,35 @@ class GraphedStep:
         self.model, self.loss_fn = model, loss_fn
         self.optimizer, self.scaler = optimizer, scaler
         self.autocast, self.max_grad_norm = autocast, max_grad_norm
-        expect("model", model, nn.Module, "torch.nn.Module")
-        expect("optimizer", optimizer, Adam, "ampfuse.Adam or AdamW")
-        expect("scaler", scaler, GradScaler, "ampfuse.GradScaler")
+        _expect("model", model, nn.Module, "torch.nn.Module")
+        _expect("optimizer", optimizer, Adam, "ampfuse.Adam or AdamW")
+        _expect("scaler", scaler, GradScaler, "ampfuse.GradScaler")
         if autocast is not None:
-            expect("autocast", autocast, torch.dtype, "a torch.dtype or None")
+            _expect("autocast", autocast, torch.dtype, "a torch.dtype or None")
         check_limit(max_grad_norm)
         if isinstance(sample, Tensor):
             raise TypeError("sample: expected a sequence of tensors, got a tensor")
         self._sample = list(sample)
-        self._device = device_of(self._sample)
-        self._micro_batches = checked_split(micro_batches, self._sample)
-        groups = optimizer.param_groups
-        self._learning_rates = _own_rates([group["lr"] for group in groups], self._device)
+        self._device = _device_of(self._sample)
+        self._micro_batches = _checked_split(micro_batches, self._sample)
+        given = [group["lr"] for group in optimizer.param_groups]
+        self._learning_rates = [
+            torch.as_tensor(lr, dtype=torch.float64).to(self._device, copy=True) for lr in given
+        ]
         # The loss may be a module too, with buffers and a training mode of its own.
         self._roots = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
         self._modules = [module for root in self._roots for module in root.modules()]
         self._options = sorted((optimizer.defaults.keys() | OURS.keys()) - {"lr"})
         self._fixed = self._read_fixed()
-        self._has_had_gradients = False
+        self._may_lack_gradients = scaler.is_enabled() and scaler.allow_no_grads
         self._graph: torch.cuda.CUDAGraph | None = None
         if self._device.type == "cuda":
-            with torch.cuda.device(self._device), self._with_own_rates():
-                self._capture()
+            self._assign_rates(self._learning_rates)
+            try:
+                with torch.cuda.device(self._device):
+                    self._capture()
+            finally:
+                self._assign_rates(given)
         self._put_learning_rates()
 
     def __call__(self, *batch: Tensor) -> Tensor:
@@ -156,15 +162,21 @@ class GraphedStep:
         self._check(batch)
         self._put_learning_rates()
         if self._graph is None:
-            with self._forgotten_if_it_fails():
+            try:
                 return self._step(batch)
+            except BaseException:
+                self.scaler.forget(self.optimizer)  # no update will follow
+                raise
         _C.check_targets()
         self.optimizer.restore(self._states)
         for own, tensor in zip(self._sample, batch, strict=True):
             own.copy_(tensor, non_blocking=True)
         self._graph.replay()
         self._states.note_step()
-        self._note_replay()
+        for param, grad in self._grads:
+            if param.grad is not grad:  # other steps have gradients of their own
+                param.grad = grad
+        self.scaler.note_replay(self._captured)
         return self._loss.clone()
 
     def _check(self, batch: Sequence[Tensor]) -> None:
@@ -174,7 +186,7 @@ class GraphedStep:
                 f"batch: expected {len(self._sample)} tensors, as in sample, got {len(batch)}{hint}"
             )
         for index, (tensor, sample) in enumerate(zip(batch, self._sample, strict=True)):
-            expect(f"batch[{index}]", tensor, Tensor, "a tensor")
+            _expect(f"batch[{index}]", tensor, Tensor, "a tensor")
             if tensor.requires_grad:
                 raise ValueError(
                     f"batch[{index}]: expected a tensor that does not require grad, since the step "
@@ -227,59 +239,33 @@ class GraphedStep:
                 if not isinstance(group["lr"], Tensor):
                     group["lr"] = own
 
-    @contextmanager
-    def _with_own_rates(self) -> Iterator[None]:
-        """Set the graph's learning rates in the optimizer's groups while the step is captured."""
-        groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group, own in zip(groups, self._learning_rates, strict=True):
-            group["lr"] = own
-        try:
-            yield
-        finally:
-            for group, lr in zip(groups, rates, strict=True):
-                group["lr"] = lr
-
-    @contextmanager
-    def _forgotten_if_it_fails(self) -> Iterator[None]:
-        """Make the scaler forget a step that raises, since no update will follow."""
-        try:
-            yield
-        except BaseException:
-            self.scaler.forget(self.optimizer)
-            raise
+    def _assign_rates(self, rates: Sequence[float | Tensor]) -> None:
+        for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr
 
     def _step(self, batch: Sequence[Tensor]) -> Tensor:
+        count = self._micro_batches
+        parts = [batch] if count == 1 else zip(*(one.chunk(count) for one in batch), strict=True)
         self.optimizer.zero_grad()
         losses = []
-        for part in self._parts(batch):
+        for part in parts:
             loss = self._loss_of(part)
-            if self._micro_batches > 1:
-                loss = loss / self._micro_batches
+            if count > 1:
+                loss = loss / count
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
-        self._check_gradients()
+        if not self._may_lack_gradients:
+            if all(param.grad is None for param in params_of(self.optimizer)):
+                raise RuntimeError(
+                    "optimizer: none of its parameters got a gradient; does it have the model's "
+                    "parameters?"
+                )
+            self._may_lack_gradients = True  # in later steps
         if self.max_grad_norm is not None:
             self.scaler.clip_grad_norm_(self.optimizer, self.max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-
-    def _check_gradients(self) -> None:
-        """Raise if no parameter has a gradient: the optimizer may be that of an earlier model."""
-        if self._has_had_gradients or (self.scaler.is_enabled() and self.scaler.allow_no_grads):
-            return
-        self._has_had_gradients = any(param.grad is not None for param in params_of(self.optimizer))
-        if not self._has_had_gradients:
-            raise RuntimeError(
-                "optimizer: none of its parameters got a gradient; does it have the model's "
-                "parameters?"
-            )
-
-    def _parts(self, batch: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        if self._micro_batches == 1:
-            return iter([batch])
-        return zip(*(tensor.chunk(self._micro_batches) for tensor in batch), strict=True)
+        return sum(losses[1:], losses[0])
 
     def _loss_of(self, batch: Sequence[Tensor]) -> Tensor:
         autocast = (
@@ -290,7 +276,7 @@ class GraphedStep:
         with autocast:
             loss = self.loss_fn(self.model(*batch[:-1]), batch[-1])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else name_of(type(loss))
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _name_of(type(loss))
             raise TypeError(f"loss_fn: expected it to return one number in a tensor, got {got}")
         return loss
 
@@ -314,10 +300,7 @@ class GraphedStep:
         before = self.scaler.snapshot()
         try:
             # Other threads, for example of data loaders, may do what a global capture forbids.
-            with (
-                self._forgotten_if_it_fails(),
-                torch.cuda.graph(graph, capture_error_mode="thread_local"),
-            ):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._loss = self._step(self._sample)
             self._captured = self.scaler.snapshot()
         except BaseException:
@@ -330,21 +313,35 @@ class GraphedStep:
         self._states = self.optimizer.snapshot()
         self._graph = graph
 
-    def _note_replay(self) -> None:
-        """Restore this graph's gradients and its record of the last step, after a replay."""
-        for param, grad in self._grads:
-            if param.grad is not grad:
-                param.grad = grad
-        self.scaler.note_replay(self._captured)
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _own_rates(rates: list[float | Tensor], device: torch.device) -> list[Tensor]:
-    """Return one tensor on the device per group: its `lr` if no other group has it, or a copy."""
-    own: list[Tensor] = []
-    for lr in rates:
-        if isinstance(lr, Tensor) and lr.device == device and lr.is_floating_point():
-            is_shared = sum(lr is other for other in rates) > 1
-            own.append(lr.clone() if is_shared else lr)
-        else:
-            own.append(torch.as_tensor(lr, dtype=torch.float64).to(device, copy=True))
-    return own
+def _expect(name: str, value: Any, kind: type, described: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected {described}, got {_name_of(type(value))}")
+
+
+def _device_of(sample: list[Tensor]) -> torch.device:
+    """Return the device of all sample tensors; raise unless it is one CPU or one GPU."""
+    for index, tensor in enumerate(sample):
+        _expect(f"sample[{index}]", tensor, Tensor, "a tensor")
+    devices = {tensor.device for tensor in sample}
+    if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        names = ", ".join(sorted(map(str, devices))) or "nothing"
+        raise ValueError(f"sample: expected tensors on one CPU or one GPU, got {names}")
+    return next(iter(devices))
+
+
+def _checked_split(micro_batches: int, sample: list[Tensor]) -> int:
+    """Return `micro_batches`; raise unless each sample tensor can be split into that many parts."""
+    micro_batches = checked_count("micro_batches", micro_batches, least=1)
+    if micro_batches > 1:
+        for index, tensor in enumerate(sample):
+            if tensor.dim() == 0 or tensor.shape[0] % micro_batches:
+                raise ValueError(
+                    f"sample[{index}]: expected a first dimension that {micro_batches} "
+                    f"micro_batches divide, got shape {tuple(tensor.shape)}"
+                )
+    return micro_batches

@@ -5,10 +5,10 @@ parameters nor the optimizer's state need to be copied.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ampfuse.amp import GradScaler
 from ampfuse.optim import Adam
@@ -16,81 +16,43 @@ from ampfuse.optim import Adam
 
 @contextmanager
 def warm_up(
-    modules: list[nn.Module], optimizer: Adam, scaler: GradScaler, device: torch.device
+    roots: list[nn.Module], optimizer: Adam, scaler: GradScaler, device: torch.device
 ) -> Iterator[None]:
     """Undo what training steps in this block change, but keep optimizer state that they create.
 
     Gradients, buffers, random number generators and the scaler are restored, even if a step raises.
     """
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(_restored_scaler(scaler, device))
-        stack.enter_context(_restored_norm(optimizer))
-        for module in modules:
-            stack.enter_context(_restored_gradients(module))
-            stack.enter_context(_restored_buffers(module))
-        yield
-
-
-@contextmanager
-def _restored_scaler(scaler: GradScaler, device: torch.device) -> Iterator[None]:
-    if not scaler.is_enabled():
-        yield
-        return
-    scaler.scale(torch.ones((), device=device))  # creates the scale there
+    grads = [(param, param.grad) for root in roots for param in root.parameters()]
+    buffers = [
+        (owner._buffers, name, f"{path}.{name}".lstrip("."), buffer, buffer.clone())
+        for root in roots
+        for path, owner in root.named_modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    norm = optimizer.grad_norm
+    if scaler.is_enabled():
+        scaler.scale(torch.ones((), device=device))  # creates the scale there
     before, limit = scaler.snapshot(), scaler.max_consecutive_skips
     scaler.max_consecutive_skips = None
-    try:
-        yield
-    finally:
-        scaler.max_consecutive_skips = limit
-        scaler.restore(before)
-
-
-@contextmanager
-def _restored_norm(optimizer: Adam) -> Iterator[None]:
-    """Restore the norm of the last step, and delete the flag by which steps were skipped."""
-    before = optimizer.grad_norm
-    try:
-        yield
-    finally:
-        vars(optimizer).pop("found_inf", None)
-        optimizer.grad_norm = before
-
-
-@contextmanager
-def _restored_gradients(model: nn.Module) -> Iterator[None]:
-    """Restore the gradients of all parameters of the model, with or without an optimizer."""
-    grads = [(param, param.grad) for param in model.parameters()]
     for param, _ in grads:
         param.grad = None
     try:
-        yield
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
     finally:
+        scaler.max_consecutive_skips = limit
+        scaler.restore(before)
+        vars(optimizer).pop("found_inf", None)  # the flag by which steps were skipped
+        optimizer.grad_norm = norm
         for param, grad in grads:
             param.grad = grad
-
-
-@contextmanager
-def _restored_buffers(model: nn.Module) -> Iterator[None]:
-    buffers = dict(model.named_buffers())
-    values = {name: buffer.clone() for name, buffer in buffers.items()}
-    try:
-        yield
-    finally:
-        now = dict(model.named_buffers())
-        replaced = [name for name in buffers if now.get(name) is not buffers[name]]
+        replaced = [path for now, name, path, buffer, _ in buffers if now.get(name) is not buffer]
         with torch.no_grad():
-            for name, buffer in buffers.items():
-                buffer.copy_(values[name])
-                _put_buffer(model, name, buffer)
+            for now, name, _, buffer, value in buffers:
+                now[name] = buffer.copy_(value)
     if replaced:
         raise RuntimeError(
             f"{', '.join(replaced)}: forward() replaces this buffer, which a CUDA graph cannot "
             "follow; update it in place, e.g. with copy_()"
         )
-
-
-def _put_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
-    path, _, attribute = name.rpartition(".")
-    model.get_submodule(path)._buffers[attribute] = buffer
