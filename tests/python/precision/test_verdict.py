@@ -196,8 +196,6 @@ def test_times_of_the_faster_run_count():
     judge.run_again(outcome(BFLOAT16, 12.0))
     assert judge.base.milliseconds == 8.0
     assert judge.outcomes[BFLOAT16].milliseconds == 9.0
-    assert judge.spread == pytest.approx(1 / 3)
-    assert_said(judge, "differ by 33 % in time: run this on a quiet machine")
     judge.run_again(outcome(FLOAT32, seconds=[]))
     assert judge.base.milliseconds == 8.0
 

@@ -15,7 +15,8 @@ from ampfuse.tools.command.options import Parser, refuse
 from ampfuse.tools.command.report import in_json
 from ampfuse.tools.command.show import say
 from ampfuse.tools.precision import show
-from ampfuse.tools.precision.advisor import NoAdviceError, Program, advise
+from ampfuse.tools.precision.advisor import NoAdviceError, advise
+from ampfuse.tools.precision.trial import Program
 
 USAGE = """python -m ampfuse advise [options] script.py [arguments of the script]
        python -m ampfuse advise [options] -m module [arguments of the module]"""

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,29 +15,18 @@ from ampfuse.tools.precision.outcome import Outcome
 from ampfuse.tools.precision.precisions import (
     ANALYSED,
     BFLOAT16,
-    FIRST_SCALE,
     FLOAT16,
     FLOAT32,
     UNSCALED,
     WEIGHTS,
     Precision,
 )
-from ampfuse.tools.precision.trial import Limits
+from ampfuse.tools.precision.trial import Program
 from ampfuse.tools.precision.verdict import Verdict, verdict
 
 MOST_KEPT = 3  # modules that are kept in float32, one after the other
 MUCH_BETTER = 0.8  # of the deviation before, or another module is not tried
 SLOW = 3.0  # times the time of float32, after which a run ends early
-
-
-@dataclass(frozen=True)
-class Program:
-    """A program that is run."""
-
-    words: list[str]
-    """Its name and arguments."""
-    is_module: bool
-    steps: int
 
 
 class NoAdviceError(Exception):
@@ -57,7 +46,8 @@ def advise(program: Program, say: Callable[[str], None]) -> Verdict:
 
     def attempt(precision: Precision, most: int = backwards) -> None:
         say(f"running it in {precision}")
-        judge.add(run(program, precision, min(most, backwards), judge.scale, slowest))
+        limits = {"backwards": min(most, backwards), "slowest": slowest}
+        judge.add(run(program, precision, scale=judge.scale, **limits))
 
     attempt(BFLOAT16)
     attempt(FLOAT16)
@@ -71,27 +61,16 @@ def advise(program: Program, say: Callable[[str], None]) -> Verdict:
         say("running the fastest again, to compare times")
         judge.run_again(run(program, FLOAT32))
     for precision in contenders:
-        judge.run_again(run(program, precision, backwards, judge.scale))
+        judge.run_again(run(program, precision, scale=judge.scale, backwards=backwards))
     return verdict(judge)
 
 
-def run(
-    program: Program,
-    precision: Precision,
-    backwards: float = math.inf,
-    scale: float = FIRST_SCALE,
-    slowest: float = math.inf,
-) -> Outcome:
-    """Run the program in another process.
-
-    The run ends after the program's steps, after `backwards` calls of backward, or after a few
-    steps if each takes more than `slowest` milliseconds.
-    """
+def run(program: Program, precision: Precision, **changes: float) -> Outcome:
+    """Run the program in another process, with other limits or another scale."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        limits = Limits(program.steps, backwards, slowest / 1e3)
-        order = program.words, program.is_module, precision, limits, scale
-        torch.save(order, folder / "order.pt")
+        changed = replace(program, precision=precision, **changes)  # type: ignore[arg-type]
+        torch.save(changed, folder / "program.pt")
         command = [sys.executable, "-m", "ampfuse.tools.precision.process", name]
         printed = folder / "printed"  # not a pipe, which the program's children may keep open
         with printed.open("wb") as output:

@@ -32,8 +32,6 @@ class Judge:
         self.limit = min(MOST, max(LEAST, PART_OF_NOISE * self.noise))
         self.outcomes: dict[Precision, Outcome] = {}
         self.deviations: dict[Precision, Deviation] = {}
-        self.spread = 0.0
-        """The largest difference of times between two runs, relative to the shorter one."""
 
     @property
     def scale(self) -> float:
@@ -52,11 +50,7 @@ class Judge:
         Other work of the machine makes a run slower, but none makes it faster.
         """
         first = self.outcomes.get(outcome.precision, self.base)
-        if outcome.milliseconds is None or first.milliseconds is None:
-            return
-        least, most = sorted((outcome.milliseconds, first.milliseconds))
-        self.spread = max(self.spread, most / least - 1)
-        if outcome.milliseconds == least:
+        if (outcome.milliseconds or math.inf) < (first.milliseconds or 0.0):
             first.seconds = outcome.seconds
 
     def trouble(self, precision: Precision) -> str:

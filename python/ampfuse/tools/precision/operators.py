@@ -52,11 +52,13 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _look(self, name: str, given: list[Tensor], results: list[Tensor]) -> None:
-        """Look for the largest value, and for the operators at which NaN and infinities begin."""
+        """Look for the largest gradient, and for operators at which NaN and infinities begin."""
         ends = [end for one in results if one.numel() for end in torch.aminmax(one)]
         if all(math.isfinite(float(end)) for end in ends):
-            if name != "_to_copy" and any(one.dtype in DTYPES_16_BIT for one in given):
-                self._note_largest([end for end in ends if end.dtype in DTYPES_16_BIT])
+            is_16_bit = any(one.dtype in DTYPES_16_BIT for one in given)
+            if is_in_backward() and is_16_bit and name != "_to_copy":
+                sizes = [abs(float(end)) for end in ends if end.dtype in DTYPES_16_BIT]
+                self.outcome.largest_in_backward = max([self.outcome.largest_in_backward, *sizes])
             return
         if is_in_backward() or not all(map(is_finite, filter(is_examined, given))):
             return
@@ -64,14 +66,6 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if all(key != (one.module, one.operator) for one in self.outcome.overflows):
             line = current_line()
             self.outcome.overflows.append(Overflow(*key, line.where if line else ""))
-
-    def _note_largest(self, ends: list[Tensor]) -> None:
-        found = self.outcome
-        largest = max((abs(float(end)) for end in ends), default=0.0)
-        if is_in_backward():
-            found.largest_in_backward = max(found.largest_in_backward, largest)
-        elif largest > found.largest:
-            found.largest, found.largest_in = largest, self._modules.running
 
 
 def is_examined(tensor: Tensor) -> bool:

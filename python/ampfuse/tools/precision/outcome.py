@@ -44,12 +44,8 @@ class Outcome:
     gpu: str | None = None
     overflows: list[Overflow] = field(default_factory=list)
     """In their order, each operator of a module once."""
-    largest: float = 0.0
-    """The largest finite value of an operator that computes in 16 bits, in forward."""
-    largest_in: str = ""
-    """The module that computed it."""
     largest_in_backward: float = 0.0
-    """The same in backward, where activations have gradients, too."""
+    """The largest finite value of an operator that computes in 16 bits, in backward."""
     own_dtype: str = ""
     """The dtype that the program gives to autocast, if it uses autocast."""
     dtypes: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ import torch
 from ampfuse.patching import patch
 from ampfuse.tools.command.program import NoProgramError, run_module, run_script
 from ampfuse.tools.hooks import hook_saving
-from ampfuse.tools.precision.trial import Trial
+from ampfuse.tools.precision.trial import Program, Trial
 from ampfuse.tools.program_lines import file_name, is_of_program
 
 SEED = 1
@@ -24,7 +24,8 @@ SEED = 1
 
 def main(folder: Path) -> None:
     """Run the trial that is ordered in a folder, and write its outcome there."""
-    (name, *arguments), is_module, *order = torch.load(folder / "order.pt", weights_only=False)
+    program: Program = torch.load(folder / "program.pt", weights_only=False)
+    name, *arguments = program.words
     patch()
     seed()
     save = torch.save
@@ -40,9 +41,9 @@ def main(folder: Path) -> None:
 
     with ExitStack() as exits:
         keep_saved_files_apart(exits, folder)
-        trial = Trial(exits, finish, *order)
+        trial = Trial(exits, finish, program)
         try:
-            raised = (run_module if is_module else run_script)(name, arguments)
+            raised = (run_module if program.is_module else run_script)(name, arguments)
         except NoProgramError as error:
             sys.exit(str(error))
         finish(how_it_failed(raised))

@@ -61,15 +61,9 @@ def details(advice: Verdict) -> list[tuple[str, str]]:
     judge = advice.judge
     if BFLOAT16 not in judge.outcomes or judge.outcomes[BFLOAT16].failure:
         return []
-    outcome = judge.outcomes[BFLOAT16]
     modules = list(judge.deviations[BFLOAT16].modules.items())[:MODULES_SHOWN]
     rows = [
         ("largest scale", f"{judge.scale:,.6g}, by which no gradient overflows in float16"),
-        (
-            "largest value",
-            f"{outcome.largest:,.4g}, computed in {outcome.largest_in or 'the loss'}; "
-            "float16 has numbers up to 65,504",
-        ),
         ("gradients off", ", ".join(f"{name} {percent(size)}" for name, size in modules)),
     ]
     if judge.noise:

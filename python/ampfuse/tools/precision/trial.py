@@ -1,5 +1,6 @@
 """Measures the first steps of a program in one precision."""
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from ampfuse.tools.precision.forcing import Forcing
 from ampfuse.tools.precision.modules import Modules
 from ampfuse.tools.precision.operators import OperatorWatch
 from ampfuse.tools.precision.outcome import Outcome
-from ampfuse.tools.precision.precisions import ANALYSED, Precision
+from ampfuse.tools.precision.precisions import ANALYSED, FIRST_SCALE, FLOAT32, Precision
 from ampfuse.tools.precision.samples import sample_first, sample_gradients, subtract
 from ampfuse.tools.precision.scaling import Scaling
 
@@ -31,37 +32,35 @@ ENOUGH = 3  # timed steps of a program that is too slow
 
 
 @dataclass(frozen=True)
-class Limits:
-    """When a trial ends: after the first of these."""
+class Program:
+    """A program, how it computes, and when it ends: after the first of three limits."""
 
+    words: list[str]
+    """Its name and arguments."""
+    is_module: bool
     steps: int
-    backwards: float
+    backwards: float = math.inf
     """As many as steps have in float32. Programs may skip steps whose loss is not finite."""
-    seconds: float
-    """The time of a step, after a few steps that take more."""
+    slowest: float = math.inf
+    """The time of a step in milliseconds, after a few steps that take more."""
+    precision: Precision = FLOAT32
+    scale: float = FIRST_SCALE
 
 
 class Trial:
     """Measures a program that runs in one precision until it has taken its steps."""
 
-    def __init__(
-        self,
-        exits: ExitStack,
-        finish: Callable[[], NoReturn],
-        precision: Precision,
-        limits: Limits,
-        scale: float,
-    ) -> None:
+    def __init__(self, exits: ExitStack, finish: Callable[[], NoReturn], program: Program) -> None:
         self._finish = finish  # writes the outcome and ends the process
-        self._limits = limits
-        self._outcome = Outcome(precision)
+        self._program = program
+        self._outcome = Outcome(program.precision)
         self._losses: list[Tensor] = []
         self._steps: Counter[int] = Counter()  # of each optimizer
         self._last_untimed: int | None = None
         self._end_of_step = 0.0
         self._is_calling = False  # True while torch's backward runs
         self._thread = threading.get_ident()
-        self._scaling = Scaling(scale) if precision.is_scaled else None
+        self._scaling = Scaling(program.scale) if program.precision.is_scaled else None
         self._forcing = Forcing(exits, self._outcome)
         self._modules = Modules(exits, self._forcing.run)
         self._modules.on_root = self._begin_root
@@ -104,7 +103,7 @@ class Trial:
                 call(tensors, grad_tensors, *args, **kwargs)
                 return
             tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            if len(self._losses) == self._limits.backwards:
+            if len(self._losses) == self._program.backwards:
                 self._finish()
             self._forcing.end()
             self._forcing.note("backward")
@@ -187,8 +186,8 @@ class Trial:
         elif steps == self._last_untimed and uses_gpu():
             torch.cuda.reset_peak_memory_stats()
         self._end_of_step = now
-        is_slow = len(times) >= ENOUGH and min(times) > self._limits.seconds
-        if is_slow or steps >= self._limits.steps:
+        is_slow = len(times) >= ENOUGH and 1e3 * min(times) > self._program.slowest
+        if is_slow or steps >= self._program.steps:
             self._finish()
 
 

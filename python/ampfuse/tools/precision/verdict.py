@@ -8,8 +8,6 @@ from ampfuse.tools.precision.judge import Judge, saves_memory
 from ampfuse.tools.precision.outcome import Outcome
 from ampfuse.tools.precision.precisions import BFLOAT16, FIRST_SCALE, FLOAT32, Precision, kind_of
 
-VARIES = 0.1  # of the time, by which two runs differ
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -53,9 +51,6 @@ def verdict(judge: Judge) -> Verdict:
         for one in judge.outcomes
         if not one.kept and (trouble := judge.trouble(one))
     ]
-    if judge.spread > VARIES:
-        differ = f"Two runs in one precision differ by {percent(judge.spread)} in time"
-        sentences.append(f"{differ}: run this on a quiet machine.")
     best = best or FLOAT32
     return Verdict(judge, best, sentences, lines_to_change(base, best, judge.scale))
 
