@@ -268,12 +268,10 @@ class GraphedStep:
         return sum(losses[1:], losses[0])
 
     def _loss_of(self, batch: Sequence[Tensor]) -> Tensor:
-        autocast = (
-            nullcontext()
-            if self.autocast is None
-            else torch.autocast(self._device.type, self.autocast)
-        )
-        with autocast:
+        context: Any = nullcontext()
+        if self.autocast is not None:
+            context = torch.autocast(self._device.type, self.autocast)
+        with context:
             loss = self.loss_fn(self.model(*batch[:-1]), batch[-1])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _name_of(type(loss))
@@ -327,11 +325,11 @@ def _device_of(sample: list[Tensor]) -> torch.device:
     """Return the device of all sample tensors; raise unless it is one CPU or one GPU."""
     for index, tensor in enumerate(sample):
         _expect(f"sample[{index}]", tensor, Tensor, "a tensor")
-    devices = {tensor.device for tensor in sample}
-    if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
-        names = ", ".join(sorted(map(str, devices))) or "nothing"
-        raise ValueError(f"sample: expected tensors on one CPU or one GPU, got {names}")
-    return next(iter(devices))
+    names = sorted({str(tensor.device) for tensor in sample})
+    if len(names) != 1 or sample[0].device.type not in ("cpu", "cuda"):
+        got = ", ".join(names) or "nothing"
+        raise ValueError(f"sample: expected tensors on one CPU or one GPU, got {got}")
+    return sample[0].device
 
 
 def _checked_split(micro_batches: int, sample: list[Tensor]) -> int:

@@ -8,7 +8,6 @@ from torch.autograd import forward_ad
 from typing_extensions import Unpack  # a dependency of torch
 
 from ampfuse.losses.options import (
-    DEFAULTS,
     CrossEntropyMetrics,
     LossOptions,
     changed_options,
@@ -248,9 +247,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         self.z_loss = z_loss
         self.softcap = softcap
 
-    def extra_repr(self) -> str:
-        """Return the options that differ from the defaults."""
-        return changed_options(self, DEFAULTS)
+    extra_repr = changed_options
 
     def forward(
         self, input: Tensor, target: Tensor, denominator: Tensor | float | None = None
@@ -260,8 +257,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         Args:
             input: Logits, as in `cross_entropy`.
             target: Classes or probabilities, as in `cross_entropy`.
-            denominator: Divides the loss instead of the rows' total weight, with
-                `reduction="mean"`.
+            denominator: Divides the loss with `reduction="mean"`, as in `cross_entropy`.
 
         Returns:
             The loss, as of `cross_entropy`.

@@ -11,7 +11,6 @@ from typing_extensions import Unpack  # a dependency of torch
 from ampfuse._graphs import eager_only
 from ampfuse.gradients.shards import is_dtensor
 from ampfuse.losses.options import (
-    DEFAULTS,
     CrossEntropyMetrics,
     LinearLossOptions,
     changed_options,
@@ -297,10 +296,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.chunk_classes = chunk_classes
         self.logits_dtype = logits_dtype
 
-    def extra_repr(self) -> str:
-        """Return the options that differ from the defaults."""
-        ours = dict.fromkeys(("chunk_rows", "chunk_classes", "logits_dtype"))
-        return changed_options(self, DEFAULTS | ours)
+    extra_repr = changed_options
 
     def forward(
         self,
@@ -314,8 +310,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         Args:
             hidden: Hidden states of shape `(..., in_features)`.
             target: Classes of shape `(...)`, or probabilities `(..., num_classes)`.
-            denominator: Divides the loss instead of the rows' total weight, with
-                `reduction="mean"`.
+            denominator: Divides the loss with `reduction="mean"`, as in `cross_entropy`.
             accumulate_into: A float32 tensor to which backward adds the weight's gradient in place.
 
         Returns:

@@ -23,6 +23,9 @@ DEFAULTS = {
     "label_smoothing": 0.0,
     "z_loss": 0.0,
     "softcap": None,
+    "chunk_rows": None,
+    "chunk_classes": None,
+    "logits_dtype": None,
 }
 
 # Hints for keyword arguments that the losses' functions do not have.
@@ -145,7 +148,8 @@ def _number(
     # torch.compile would recompile for each value of a constant, but not of a factor. Tensors
     # cannot be multiplied by a Fraction or a Decimal.
     factor = float(value) if isinstance(value, Fraction | Decimal) else value
-    return torch.ones((), dtype=dtype, device=_device_of(input)) * factor
+    device = getattr(input, "device", None)  # types without a device are refused later
+    return torch.ones((), dtype=dtype, device=device) * factor
 
 
 @eager_only
@@ -155,11 +159,6 @@ def _check_number(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}{hint}")
     if name == "denominator" and not value:
         raise ValueError("denominator: expected a number other than 0")
-
-
-def _device_of(input: Tensor) -> torch.device | None:
-    """Return the tensor's device, or None for types that are refused later."""
-    return getattr(input, "device", None)
 
 
 # --- modules ------------------------------------------------------------------------------------
@@ -172,12 +171,12 @@ def checked_scaler(scaler: Any) -> Any:
     return scaler
 
 
-def changed_options(module: Any, defaults: dict[str, Any]) -> str:
-    """Return the options of a loss that differ from the defaults, as text."""
-    given = {name: getattr(module, name) for name in defaults}
-    if module.scaler is not None:
-        given["scaler"] = type(module.scaler).__name__
-    return ", ".join(f"{name}={v}" for name, v in given.items() if v != defaults.get(name))
+def changed_options(self: Any) -> str:
+    """Return the options that differ from the defaults."""
+    given = {name: getattr(self, name, default) for name, default in DEFAULTS.items()}
+    if self.scaler is not None:
+        given["scaler"] = type(self.scaler).__name__
+    return ", ".join(f"{name}={v}" for name, v in given.items() if v != DEFAULTS.get(name))
 
 
 def options_of(module: Any, input: Tensor, denominator: Tensor | float | None) -> LossOptions:
@@ -204,5 +203,5 @@ def grad_scale_of(scaler: Any, input: Tensor) -> Tensor | None:
         return None
     if hasattr(scaler, "_live_scale"):
         return scaler._live_scale()  # type: ignore[no-any-return]
-    one = torch.ones((), dtype=torch.float32, device=_device_of(input))
+    one = torch.ones((), dtype=torch.float32, device=getattr(input, "device", None))
     return scaler.scale(one)  # type: ignore[no-any-return]
