@@ -98,7 +98,8 @@ def compute_loss(
 ) -> Any:
     """Call the operator with a function's name, and return a pair if metrics are requested.
 
-    `unknown` are arguments that the function does not have, and `tensors` those that it requires.
+    `unknown` are arguments that the function does not have, and `tensors` those that it requires,
+    in their order.
     """
     name = function.__name__
     refuse_unknown(function, unknown, REMEDIES)
@@ -119,8 +120,8 @@ def compute_loss(
     op = getattr(torch.ops.ampfuse, name)
     try:
         if not return_metrics:
-            return op.default(**tensors, **options)
-        loss, *metrics = op.metrics(**tensors, **options)
+            return op.default(*tensors.values(), **options)
+        loss, *metrics = op.metrics(*tensors.values(), **options)
     except RuntimeError as error:
         # Active transforms are not checked beforehand: torch refuses only what is differentiated (a
         # metric of detached logits works inside `torch.func.grad`), and the check would cost time
