@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler
 
+from ampfuse import _C
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -31,6 +33,11 @@ def traced_as(traced: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, 
         return run
 
     return decorate
+
+
+def bind_operator(overload: Any) -> Any:
+    """Return a function that calls an operator as torch.ops does, but sooner in eager code."""
+    return traced_as(overload)(_C.OperatorCall(overload))
 
 
 def eager_only(function: Callable[P, None]) -> Callable[P, None]:

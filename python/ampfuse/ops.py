@@ -14,28 +14,21 @@ are copied to dense ones and back on a GPU.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampfuse import _C
 from ampfuse._arguments import explain
-from ampfuse._graphs import traced_as
+from ampfuse._graphs import bind_operator
 
-
-def _bind(overload: Any) -> Any:
-    """Return a function that calls an operator as torch.ops does, but sooner in eager code."""
-    return traced_as(overload)(_C.OperatorCall(overload))
-
-
-_multi_tensor_norm = _bind(torch.ops.ampfuse.multi_tensor_norm.default)
-_multi_tensor_unscale = _bind(torch.ops.ampfuse.multi_tensor_unscale.default)
-_multi_tensor_unscale_norm = _bind(torch.ops.ampfuse.multi_tensor_unscale_norm.default)
-_multi_tensor_clip = _bind(torch.ops.ampfuse.multi_tensor_clip.default)
-_fused_adam = _bind(torch.ops.ampfuse.fused_adam.default)
-_fused_adam_write_back_grads = _bind(torch.ops.ampfuse.fused_adam.write_back_grads)
-_update_scale = _bind(torch.ops.ampfuse.update_scale.default)
+_multi_tensor_norm = bind_operator(torch.ops.ampfuse.multi_tensor_norm.default)
+_multi_tensor_unscale = bind_operator(torch.ops.ampfuse.multi_tensor_unscale.default)
+_multi_tensor_unscale_norm = bind_operator(torch.ops.ampfuse.multi_tensor_unscale_norm.default)
+_multi_tensor_clip = bind_operator(torch.ops.ampfuse.multi_tensor_clip.default)
+_fused_adam = bind_operator(torch.ops.ampfuse.fused_adam.default)
+_fused_adam_write_back_grads = bind_operator(torch.ops.ampfuse.fused_adam.write_back_grads)
+_update_scale = bind_operator(torch.ops.ampfuse.update_scale.default)
 
 
 class MultiTensorNorm(NamedTuple):

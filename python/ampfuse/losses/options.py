@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampfuse._arguments import explain, refuse_unknown
-from ampfuse._graphs import eager_only, traced_as
+from ampfuse._graphs import bind_operator, eager_only, traced_as
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # missing in some builds of torch
@@ -33,6 +33,16 @@ REMEDIES = {
     "scaler": "pass grad_scale=scaler.scale_tensor(), or use the module, which takes scaler=",
     "size_average": "use reduction=",
     "reduce": "use reduction=",
+}
+
+_OPS = torch.ops.ampfuse
+# By the name of a loss's function, and whether it returns metrics.
+OPERATORS = {
+    ("cross_entropy", False): bind_operator(_OPS.cross_entropy.default),
+    ("cross_entropy", True): bind_operator(_OPS.cross_entropy.metrics),
+    ("cross_entropy_", False): bind_operator(_OPS.cross_entropy_.default),
+    ("linear_cross_entropy", False): bind_operator(_OPS.linear_cross_entropy.default),
+    ("linear_cross_entropy", True): bind_operator(_OPS.linear_cross_entropy.metrics),
 }
 
 # Torch's messages: for C++ autograd functions under torch.func, for operators in forward mode, and
@@ -117,11 +127,8 @@ def compute_loss(
         "grad_scale": _number("grad_scale", grad_scale, torch.float32, input),
         "denominator": _number("denominator", denominator, torch.float64, input),
     }
-    op = getattr(torch.ops.ampfuse, name)
     try:
-        if not return_metrics:
-            return op.default(*tensors.values(), **options)
-        loss, *metrics = op.metrics(*tensors.values(), **options)
+        results = OPERATORS[name, bool(return_metrics)](*tensors.values(), **options)
     except RuntimeError as error:
         # Active transforms are not checked beforehand: torch refuses only what is differentiated (a
         # metric of detached logits works inside `torch.func.grad`), and the check would cost time
@@ -129,7 +136,7 @@ def compute_loss(
         if _REFUSALS.search(str(error)):
             raise refusal(name) from error
         explain(name, error)
-    return loss, CrossEntropyMetrics(*metrics)
+    return (results[0], CrossEntropyMetrics(*results[1:])) if return_metrics else results
 
 
 def refusal(function: str) -> NotImplementedError:
