@@ -224,7 +224,7 @@ def test_optimizer_inside_fabrics_wrapper_gets_norms_of_backward():
     inputs, target = next(iter(batches()))
     fabric.backward((model(inputs) - target).square().mean())
     optimizer.step()
-    assert BackwardNorms.of(own)._records
+    assert BackwardNorms.find(own)._records
 
 
 @pytest.mark.parametrize(
