@@ -27,7 +27,7 @@ TensorOrTensors = Tensor | Iterable[Tensor]
 T = TypeVar("T")
 
 
-def _as_list(tensors: TensorOrTensors) -> list[Tensor]:
+def _make_list(tensors: TensorOrTensors) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
@@ -42,7 +42,7 @@ def _renamed(error: Exception, names: list[str]) -> Exception:
     return type(error)(named)
 
 
-def _about_parameters(error: Exception, parameters: list[Tensor]) -> Exception:
+def _name_parameters(error: Exception, parameters: list[Tensor]) -> Exception:
     """Return an error about a list of gradients as an error about their parameters."""
     with_gradients = (i for i, parameter in enumerate(parameters) if parameter.grad is not None)
     return _renamed(error, [f"parameters[{i}].grad" for i in with_gradients])
@@ -63,7 +63,7 @@ def _each_device(tensors: list[Tensor], call: Callable[[list[Tensor]], T]) -> li
 
 
 @traced_as(_each_device)
-def _at_once(tensors: list[Tensor], call: Callable[[list[Tensor]], T]) -> list[T]:
+def _call_at_once(tensors: list[Tensor], call: Callable[[list[Tensor]], T]) -> list[T]:
     """Call `call` with all tensors, or with those of each device if it refuses that."""
     try:
         return [call(tensors)]
@@ -75,7 +75,7 @@ def _norm_of_list(tensors: list[Tensor], norm_type: float) -> Tensor:
     def norm_of(tensors: list[Tensor]) -> Tensor:
         return ops.multi_tensor_norm(tensors, norm_type).total_norm
 
-    first, *others = _at_once(tensors, norm_of)
+    first, *others = _call_at_once(tensors, norm_of)
     return norm_of([first, *(norm.to(first.device) for norm in others)]) if others else first
 
 
@@ -134,7 +134,7 @@ def get_total_norm(
         >>> ampfuse.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    tensors = _as_list(tensors)
+    tensors = _make_list(tensors)
     return _total_norm(tensors, tensors, float(norm_type), error_if_nonfinite, foreach)
 
 
@@ -189,12 +189,12 @@ def clip_grads_with_norm_(
         TypeError: A gradient or `total_norm` has a dtype that is not supported.
         ValueError: Gradients overlap in memory without being the same.
     """
-    parameters = _as_list(parameters)
+    parameters = _make_list(parameters)
     grads = _gradients(parameters)
     try:
         _clip(parameters, grads, float(max_norm), total_norm, foreach)
     except (ValueError, TypeError) as error:
-        raise _about_parameters(error, parameters) from None
+        raise _name_parameters(error, parameters) from None
     note_clip(grads, float(max_norm), total_norm)
 
 
@@ -241,7 +241,7 @@ def clip_grad_norm_(
                 "`parameters` is an empty generator, no gradient clipping will occur.",
                 stacklevel=3,  # skips torch.no_grad's wrapper
             )
-    parameters = _as_list(parameters)
+    parameters = _make_list(parameters)
     grads = _gradients(parameters)
     try:
         owners = [one for one in parameters if one.requires_grad or one.grad is not None]
@@ -249,7 +249,7 @@ def clip_grad_norm_(
         _clip(parameters, grads, float(max_norm), total_norm, foreach)
         note_clip(grads, float(max_norm), total_norm)
     except (ValueError, TypeError) as error:
-        raise _about_parameters(error, parameters) from None
+        raise _name_parameters(error, parameters) from None
     return total_norm
 
 

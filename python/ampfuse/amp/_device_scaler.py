@@ -225,7 +225,7 @@ class DeviceScaler(TorchGradScaler):
             return super().__getstate__()
         with self._watch.unnoticed():
             state = super().__getstate__()
-            state["_history"] = self._history.on_host()
+            state["_history"] = self._history.copy_to_host()
             state["_inspections"] = {}
             del state["_watch"]
         return state

@@ -91,7 +91,7 @@ class ScalerHistory:
             self._records = None
             self.put_records(records)
             if self.length:
-                self._records = self._with_first_records().to(device)
+                self._records = self._make_records().to(device)
         return self._counters, self._records
 
     def statistics(self, device: torch.device) -> Tensor:
@@ -120,9 +120,9 @@ class ScalerHistory:
         self._first_records = records[max(len(records) - self.length, 0) :]
         self._recorded_from = self._first_counters[2] - len(self._first_records)
         if self._records is not None:
-            self._records.copy_(self._with_first_records())
+            self._records.copy_(self._make_records())
 
-    def _with_first_records(self) -> Tensor:
+    def _make_records(self) -> Tensor:
         """Return a history on the CPU that holds only these records."""
         rows = torch.zeros(self.length, 3, dtype=torch.float32, device="cpu")
         for index, record in enumerate(self._first_records, self._recorded_from):
@@ -237,7 +237,7 @@ class ScalerHistory:
         numbers = (rows[i % self.length] for i in range(oldest, updates))
         return [ScaleRecord(scale, bool(skipped), norm) for scale, skipped, norm in numbers]
 
-    def on_host(self) -> "ScalerHistory":
+    def copy_to_host(self) -> "ScalerHistory":
         """Return a copy for pickle and deepcopy, without the parameters of the last steps."""
         copied = ScalerHistory(self.counts(), self.length, self.norms())
         copied.put_records(self.records())

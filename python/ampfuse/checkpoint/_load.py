@@ -14,10 +14,10 @@ from ampfuse.checkpoint import _index
 from ampfuse.checkpoint._errors import CheckpointError, required
 from ampfuse.checkpoint._folder import found
 from ampfuse.checkpoint._parts import check_parts, is_model, load_state, mistakes, shardings
-from ampfuse.checkpoint._ranks import from_rank_0, of_this_rank, on_all_ranks
+from ampfuse.checkpoint._ranks import get_from_rank_0, pick_for_this_rank, run_on_all_ranks
 from ampfuse.checkpoint._shards import Region, assembled, shard_of
 from ampfuse.checkpoint._tensor_file import TensorFile
-from ampfuse.checkpoint._tree import decoded, dtype_of, in_order, tensors_of
+from ampfuse.checkpoint._tree import decoded, dtype_of, put_in_order, tensors_of
 from ampfuse.gradients.shards import sharded_like
 
 MOST_MISTAKES = 5  # in a message
@@ -67,7 +67,7 @@ class Reader:
             shard = assembled(region, self._pieces(name, region), dtype)
         else:
             ((_, shard),) = self._pieces(name, region)
-            shard = shard if order is None else in_order(order, shard)
+            shard = shard if order is None else put_in_order(order, shard)
             if like is not None:
                 shard = shard[region.slices()].contiguous()
             if not mapped:
@@ -126,8 +126,8 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
     """
     check_parts(objects, "load")
     resumes = any(hasattr(value, "param_groups") for value in objects.values())
-    folder = from_rank_0(lambda: found(Path(path).absolute()))
-    reader, parts, likes = on_all_ranks(lambda: _checked(folder, objects, resumes, rng))
+    folder = get_from_rank_0(lambda: found(Path(path).absolute()))
+    reader, parts, likes = run_on_all_ranks(lambda: _checked(folder, objects, resumes, rng))
     if resumes and (left := reader.names() - objects.keys()):
         warnings.warn(
             f"load: {folder} has {', '.join(sorted(left))}, too, which is not loaded", stacklevel=2
@@ -138,7 +138,7 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
         for name, value in sorted(objects.items(), key=lambda item: is_model(item[1])):
             load_state(value, parts[name], partial(reader.value, likes=likes))
 
-    on_all_ranks(load_all)
+    run_on_all_ranks(load_all)
     values = reader.value(parts["values"])
     if "rng" in parts:
         set_random_states(reader.value(parts["rng"]))
@@ -179,7 +179,7 @@ def _checked(
         if name not in reader.names():
             names = ", ".join(sorted(reader.names()))
             raise CheckpointError(f"{folder}: it has no {name}, only {names or 'values'}")
-        parts[name] = of_this_rank(stored[name], name, folder)
+        parts[name] = pick_for_this_rank(stored[name], name, folder)
         wrong = list(mistakes(value, tensors, parts[name]))
         if wrong:
             more = f"; and {len(wrong) - MOST_MISTAKES} more" if len(wrong) > MOST_MISTAKES else ""
@@ -189,7 +189,7 @@ def _checked(
         raise CheckpointError(f"{folder}: it was saved with rng=False")
     if "rng" in stored and (resumes if rng is None else rng):
         try:
-            parts["rng"] = of_this_rank(stored["rng"], "rng", folder)
+            parts["rng"] = pick_for_this_rank(stored["rng"], "rng", folder)
         except CheckpointError as error:
             if rng:
                 raise

@@ -29,7 +29,7 @@ def rank_and_size() -> tuple[int, int]:
     return 0, 1
 
 
-def on_all_ranks(function: Callable[[], Result]) -> Result:
+def run_on_all_ranks(function: Callable[[], Result]) -> Result:
     """Call a function on all ranks. If it fails on one of them, raise an error on all."""
     _, size = rank_and_size()
     if size == 1:
@@ -50,10 +50,10 @@ def on_all_ranks(function: Callable[[], Result]) -> Result:
     return result  # type: ignore[no-any-return]
 
 
-def from_rank_0(function: Callable[[], Result]) -> Result:
+def get_from_rank_0(function: Callable[[], Result]) -> Result:
     """Call a function on rank 0, and return its result, or raise an error, on all ranks."""
     rank, size = rank_and_size()
-    results: list[Any] = [on_all_ranks(lambda: function() if rank == 0 else None)]
+    results: list[Any] = [run_on_all_ranks(lambda: function() if rank == 0 else None)]
     if size > 1:
         dist.broadcast_object_list(results, 0)
     return results[0]  # type: ignore[no-any-return]
@@ -127,7 +127,7 @@ def fingerprint(state: Any, name: str) -> str:
     return json.dumps([encoded, list(map(hash_of_tensor, tensors))])
 
 
-def of_this_rank(encoded: Any, what: str, folder: Path) -> Any:
+def pick_for_this_rank(encoded: Any, what: str, folder: Path) -> Any:
     """Return this rank's part of a value that was encoded on ranks."""
     if not isinstance(encoded, dict) or OF_RANKS not in encoded:
         return encoded

@@ -16,10 +16,10 @@ from ampfuse.checkpoint._ranks import (
     check_same,
     encoded_of_ranks,
     fingerprint,
-    from_rank_0,
     gathered,
-    on_all_ranks,
+    get_from_rank_0,
     rank_and_size,
+    run_on_all_ranks,
 )
 from ampfuse.checkpoint._tree import Encoder
 from ampfuse.checkpoint._write import Written, joined, leave_note, note_of, write_files, writing
@@ -148,7 +148,7 @@ def save(
         if (encode.shards[name].is_first if name in encode.shards else rank == 0)
     }
     if background:
-        tensors = on_all_ranks(
+        tensors = run_on_all_ranks(
             lambda: {name: one.to("cpu", copy=True) for name, one in tensors.items()}
         )
     opened: list[Writing] = []  # on rank 0, until it is finished or a thread finishes it
@@ -178,11 +178,11 @@ def save(
             leave_note(unfinished, rank, write)
 
     try:
-        path, unfinished = from_rank_0(begin)
+        path, unfinished = get_from_rank_0(begin)
         saving = Saving(path)
         if not background:
-            parts = gathered(on_all_ranks(write))
-            from_rank_0(lambda: finish(opened[0], parts))
+            parts = gathered(run_on_all_ranks(write))
+            get_from_rank_0(lambda: finish(opened[0], parts))
         elif rank == 0:
             (checkpoint,) = opened
             saving._start(lambda: write_all(checkpoint))
@@ -201,7 +201,7 @@ def _encoded(
 ) -> dict[str, Any]:
     """Encode all that is saved. Only the result on rank 0 is used."""
 
-    def on_this_rank() -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    def encode_this_rank() -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
         shared, own = {}, {}
         for value in objects.values():
             if isinstance(value, Gate):
@@ -221,6 +221,6 @@ def _encoded(
         is_alone = rank_and_size()[1] == 1
         return shared, own, {} if is_alone else {name: fingerprint(own[name], name) for name in own}
 
-    shared, own, prints = on_all_ranks(on_this_rank)
+    shared, own, prints = run_on_all_ranks(encode_this_rank)
     check_same(encode, [*shared, *own])
     return shared | encoded_of_ranks(encode, own, prints)

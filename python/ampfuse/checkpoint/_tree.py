@@ -66,7 +66,7 @@ class Encoder:
         if isinstance(value, torch.device):
             return {"$device": str(value)}
         if type(value).__module__ == "numpy":
-            return self._of_numpy(value, place)
+            return self._encode_numpy(value, place)
         raise TypeError(
             f"save: {place} is of {type(value)}; a checkpoint holds tensors, arrays, numbers, "
             "texts, bytes, lists, tuples and dicts of them"
@@ -83,7 +83,7 @@ class Encoder:
         ]
         return {"$dict": pairs}
 
-    def _of_numpy(self, value: Any, place: str) -> Any:
+    def _encode_numpy(self, value: Any, place: str) -> Any:
         if isinstance(value, sys.modules["numpy"].generic):
             item = value.item()
             if isinstance(item, sys.modules["numpy"].generic):  # longdouble has no Python type
@@ -134,7 +134,7 @@ def order_in_memory(tensor: Tensor) -> list[int]:
     return order if tensor.permute(order).is_contiguous() else dims
 
 
-def in_order(order: list[int], tensor: Tensor) -> Tensor:
+def put_in_order(order: list[int], tensor: Tensor) -> Tensor:
     """Return a tensor with the dimensions that it had before it was permuted to this order."""
     return tensor.permute([order.index(dim) for dim in range(len(order))])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampfuse import ops
 from ampfuse._graphs import is_in_backward
-from ampfuse.distributed._collector import at_the_end, keep_for_current_stream
+from ampfuse.distributed._collector import call_at_the_end, keep_for_current_stream
 from ampfuse.gradients.signals import BackwardNorms
 
 
@@ -43,7 +43,7 @@ class Buckets:
             self._pending = []  # of a backward pass that raised
             # DDP copies reduced buckets to gradients at the end of backward, after callbacks that
             # exist already. So the callback that finishes is added by another one.
-            at_the_end(lambda: at_the_end(self._finish))
+            call_at_the_end(lambda: call_at_the_end(self._finish))
         buffer, params = bucket.buffer(), bucket.parameters()
         start, dtype = buffer.storage_offset(), buffer.dtype
         slices = [(grad.storage_offset() - start, grad.numel()) for grad in bucket.gradients()]

@@ -58,7 +58,7 @@ class Collector:
                 if self._queued >= 0:  # that pass has raised, or this one runs inside it
                     self._pending, self._bytes = {}, 0
                 self._queued = backward_pass()
-                at_the_end(self._finish)
+                call_at_the_end(self._finish)
             self._pending.setdefault(kind, []).append(grad)
             self._bytes += part.nbytes
             if self._bytes >= BYTES_AT_ONCE:
@@ -85,7 +85,7 @@ class Collector:
             self._on_streams, self._queued = [], -1
 
 
-def at_the_end(callback: Callable[[], None]) -> None:
+def call_at_the_end(callback: Callable[[], None]) -> None:
     """Call a function at the end of the present backward pass."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)

@@ -138,7 +138,7 @@ class Signals(NamedTuple):
     backward_norms: BackwardNorms | None = None
     """Norms of some gradients, from the backward pass."""
 
-    def with_attributes(self, optimizer: Any) -> "Signals":
+    def add_attributes(self, optimizer: Any) -> "Signals":
         """Return these signals and those that a program has set as attributes of its optimizer.
 
         The attributes `grad_scale` and `found_inf` are torch's way, in which its own scaler passes

@@ -149,7 +149,7 @@ def _fused_class(base: Any) -> Any:
         finally:
             for head in heads:
                 head.deferred = False
-        return _without_logits(output)
+        return _drop_logits(output)
 
     # Accelerate unwraps forwards as far as they have __wrapped__, and would drop this one.
     del forward.__wrapped__
@@ -170,7 +170,7 @@ def _empty(base: Any) -> Any:
     return fused.__new__(fused)
 
 
-def _without_logits(output: Any) -> Any:
+def _drop_logits(output: Any) -> Any:
     """Return a model's outputs with None instead of logits."""
     parts = output if isinstance(output, tuple) else output.values()
     if not any(isinstance(part, DeferredLogits) for part in parts):

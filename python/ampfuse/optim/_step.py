@@ -84,8 +84,8 @@ def signals_for(optimizer: Any) -> Signals:
     """Return what is known about the gradients: from a scaler, the program, or backward."""
     given: Signals | None = optimizer._slot.signals
     if given is not None:
-        return given.with_attributes(optimizer)
-    signals = Signals(backward_norms=BackwardNorms.find(optimizer)).with_attributes(optimizer)
+        return given.add_attributes(optimizer)
+    signals = Signals(backward_norms=BackwardNorms.find(optimizer)).add_attributes(optimizer)
     if signals.grad_scale is None and signals.found_inf is None:
         note_step_without_scaler()
     return signals

@@ -128,7 +128,7 @@ def drop_norms(signals: Signals) -> Signals:
 
 def _step_with_attributes(optimizer: Any, signals: Signals, args: Any, kwargs: Any) -> Any:
     """Step with scale and flag as attributes of the optimizer, as torch's scaler does."""
-    signals = signals.with_attributes(optimizer)
+    signals = signals.add_attributes(optimizer)
     optimizer.grad_scale, optimizer.found_inf = signals.grad_scale, signals.found_inf
     try:
         return optimizer.step(*args, **kwargs)

@@ -61,7 +61,7 @@ class PatchedAdam(optim.Adam):
 
         Without `fused=True` torch's scaler passes no flag, but reads it, once on each device.
         """
-        signals = self._slot.signals or Signals().with_attributes(self)
+        signals = self._slot.signals or Signals().add_attributes(self)
         found_inf = signals.found_inf
         if self._unscale == "before" and found_inf is not None and found_inf.is_cuda:
             USAGE.waits_avoided += 1
