@@ -10,7 +10,7 @@ from ampfuse.patching import patched
 from ampfuse.tools.precision.forcing import Forcing
 from ampfuse.tools.precision.modules import Modules, without_wrappers
 from ampfuse.tools.precision.outcome import Outcome
-from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32, WEIGHTS
+from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -137,18 +137,6 @@ def test_scaler_of_the_program_is_disabled_and_its_line_noted():
         assert not scaler.is_enabled()
         # A scaler that the program disables itself needs no change.
         assert ("scaler" in made.outcome.places) == (given == {})
-
-
-def test_adam_gets_16_bit_weights_with_masters(x):
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    with patched(), forced(WEIGHTS) as made:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        model(x).sum().backward()
-        made.forcing.end()
-        optimizer.step()
-    assert model[0].weight.dtype == torch.bfloat16
-    assert {model[0].bias.dtype, model[1].weight.dtype} == {torch.float32}
-    assert optimizer.state[model[0].weight]["master_param"].dtype == torch.float32
 
 
 def test_copies_of_weights_that_have_changed_since_are_not_used(x):

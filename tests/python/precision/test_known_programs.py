@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 from ampfuse.tools.precision import advisor
-from ampfuse.tools.precision.advisor import run
 from ampfuse.tools.precision.judge import Judge
-from ampfuse.tools.precision.outcome import Outcome
-from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED, WEIGHTS
+from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED
 from ampfuse.tools.precision.trial import Program
 
 PROGRAM = str(Path(__file__).parents[1] / "support" / "known_programs.py")
@@ -15,17 +13,8 @@ PROGRAM = str(Path(__file__).parents[1] / "support" / "known_programs.py")
 pytestmark = pytest.mark.slow
 
 
-def run_in_most_precisions(program, precision, **limits):
-    """Run a program, except with 16-bit weights, which have no part in these answers."""
-    if precision == WEIGHTS:
-        return Outcome(precision, "not tried")
-    return run(program, precision, **limits)
-
-
 @pytest.fixture
 def advised(monkeypatch):
-    monkeypatch.setattr(advisor, "run", run_in_most_precisions)
-
     def advise(name, expected, fast=(BFLOAT16, FLOAT16)):
         """Return the judge of a program, and its verdict, which is for the expected precision."""
         if fast:  # as on a GPU, whatever this machine is good at

@@ -18,7 +18,6 @@ from ampfuse.tools.precision.precisions import (
     FLOAT16,
     FLOAT32,
     UNSCALED,
-    WEIGHTS,
     Precision,
 )
 from ampfuse.tools.precision.trial import Program
@@ -52,8 +51,6 @@ def advise(program: Program, say: Callable[[str], None]) -> Verdict:
     attempt(BFLOAT16)
     attempt(FLOAT16)
     attempt(UNSCALED, ANALYSED)
-    if "optimizer" in base.places:
-        attempt(WEIGHTS)
     for precision in (BFLOAT16, FLOAT16):
         if judge.best() is None:
             keep_modules(judge, precision, attempt)

@@ -11,7 +11,6 @@ from torch import nn
 
 from ampfuse._graphs import is_in_backward, uses_gpu
 from ampfuse.amp import GradScaler
-from ampfuse.patching import optimizers
 from ampfuse.tools.hooks import replace
 from ampfuse.tools.memory.as_on_gpu import in_float32
 from ampfuse.tools.precision.outcome import Outcome
@@ -35,8 +34,6 @@ class Forcing:
         self._init: Any = torch.autocast.__init__
         replace(exits, torch.autocast, "__init__", self._changed(self._init))
         replace(exits, GradScaler, "__init__", self._disabled(GradScaler.__init__))
-        cls = optimizers.PatchedAdam
-        replace(exits, cls, "take_over", self._with_masters(cls.take_over))
         exits.callback(self.end)
 
     def run(
@@ -106,26 +103,6 @@ class Forcing:
             enabled = enabled and self._precision.dtype is not None
             dtype = self._precision.dtype if enabled else dtype
             init(context, device_type, dtype, enabled, cache_enabled)
-
-        return changed
-
-    def _with_masters(self, take_over: Callable[..., None]) -> Callable[..., None]:
-        """Return an optimizer's `take_over` that converts weights if it should, but no vectors.
-
-        Vectors are biases and the weights of norms, which are small and stay in float32.
-        """
-
-        @wraps(take_over)
-        def changed(optimizer: Any) -> None:
-            take_over(optimizer)
-            self.note("optimizer")
-            if not self._precision.has_16bit_weights:
-                return
-            for group in optimizer.param_groups:
-                group["master_weights"] = True
-                for param in group["params"]:
-                    if param.dtype == torch.float32 and param.dim() > 1:
-                        param.data = param.data.to(self._precision.dtype)
 
         return changed
 

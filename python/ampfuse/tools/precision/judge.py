@@ -100,12 +100,8 @@ class Judge:
         Several may be about as fast as the fastest. The first of them is returned, the simplest.
         """
         able = [one for one in self.accurate if self.is_worth_it(one)]
-        if not able:
-            return None
-        least = min(map(self.time_ratio, able))
-        able = [one for one in able if self.time_ratio(one) <= NOT_SLOWER * least]
-        first = self.outcomes[able[0]]
-        return next((one for one in able if saves_memory(self.outcomes[one], first)), able[0])
+        least = min(map(self.time_ratio, able), default=math.inf)
+        return next((one for one in able if self.time_ratio(one) <= NOT_SLOWER * least), None)
 
     def fastest(self) -> Precision | None:
         """Return the fastest precision that is accurate, or None."""

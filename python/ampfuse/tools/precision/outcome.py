@@ -55,7 +55,7 @@ class Outcome:
     """The classes of the outermost modules."""
     places: dict[str, str] = field(default_factory=dict)
     """The first lines that call the `model`, `backward` and `step`, enable `autocast`, and make a
-    `scaler` and an `optimizer` that may have 16-bit weights."""
+    `scaler`."""
     gradients: list[Gradients] = field(default_factory=list)
     outputs: Outputs = field(default_factory=dict)
 

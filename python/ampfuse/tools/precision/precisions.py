@@ -19,8 +19,6 @@ class Precision:
     """The dtype of autocast, or None for float32."""
     is_scaled: bool = False
     """True if the loss is multiplied by a scale before backward."""
-    has_16bit_weights: bool = False
-    """True if the weights of Adam have `dtype`, and float32 masters."""
     kept: tuple[str, ...] = ()
     """The names of modules that compute in float32 nevertheless."""
 
@@ -51,4 +49,3 @@ FLOAT32 = Precision("float32")
 BFLOAT16 = Precision("bfloat16", torch.bfloat16)
 FLOAT16 = Precision("float16 with a scaler", torch.float16, is_scaled=True)
 UNSCALED = Precision("float16 without a scaler", torch.float16)
-WEIGHTS = Precision("bfloat16 weights", torch.bfloat16, has_16bit_weights=True)

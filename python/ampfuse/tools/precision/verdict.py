@@ -127,11 +127,4 @@ def lines_to_change(base: Outcome, precision: Precision, scale: float) -> list[s
             f'around the call of `{name}`: `with torch.autocast("{device}", enabled=False):`, '
             "and give it x.float()"
         )
-    if precision.has_16bit_weights:
-        lines += [
-            f"{places['optimizer']}: before it, `for param in model.parameters(): "
-            "param.data = param.data.bfloat16() if param.dim() > 1 else param.data`",
-            "the same line: the optimizer of this name in ampfuse, which keeps float32 masters",
-            "wherever the model is evaluated: the same autocast",
-        ]
     return lines
