@@ -9,8 +9,7 @@ import torch
 from ampfuse.patching import patched
 from ampfuse.tools.precision.forcing import Forcing
 from ampfuse.tools.precision.modules import Modules, without_wrappers
-from ampfuse.tools.precision.outcome import Outcome
-from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32
+from ampfuse.tools.precision.outcome import BFLOAT16, FLOAT16, FLOAT32, Outcome
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

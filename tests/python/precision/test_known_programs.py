@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from ampfuse.tools.precision import advisor
 from ampfuse.tools.precision.judge import Judge
-from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED
+from ampfuse.tools.precision.outcome import BFLOAT16, FLOAT16, FLOAT32, UNSCALED
 from ampfuse.tools.precision.trial import Program
 
 PROGRAM = str(Path(__file__).parents[1] / "support" / "known_programs.py")

@@ -6,8 +6,7 @@ import pytest
 import torch
 from ampfuse.tools.precision.modules import Modules
 from ampfuse.tools.precision.operators import OperatorWatch
-from ampfuse.tools.precision.outcome import Outcome
-from ampfuse.tools.precision.precisions import FLOAT32
+from ampfuse.tools.precision.outcome import FLOAT32, Outcome
 from ampfuse.tools.precision.samples import sample
 from torch import nn
 

@@ -11,7 +11,7 @@ from ampfuse.tools.command import advise as command
 from ampfuse.tools.precision import advisor
 from ampfuse.tools.precision.advisor import NoAdviceError, advise, keep_modules, run
 from ampfuse.tools.precision.deviation import Deviation
-from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32
+from ampfuse.tools.precision.outcome import BFLOAT16, FLOAT16, FLOAT32
 from ampfuse.tools.precision.trial import Program
 
 TRAIN = """

@@ -12,8 +12,7 @@ from ampfuse.tools.precision.deviation import (
     relative_difference,
 )
 from ampfuse.tools.precision.judge import Judge, largest_scale
-from ampfuse.tools.precision.outcome import Outcome, Overflow
-from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT16, FLOAT32, UNSCALED
+from ampfuse.tools.precision.outcome import BFLOAT16, FLOAT16, FLOAT32, UNSCALED, Outcome, Overflow
 from ampfuse.tools.precision.verdict import lines_to_change, verdict
 
 MIB = 2**20

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from ampfuse.tools.precision.judge import Judge
-from ampfuse.tools.precision.outcome import Outcome
-from ampfuse.tools.precision.precisions import (
+from ampfuse.tools.precision.outcome import (
     ANALYSED,
     BFLOAT16,
     FLOAT16,
     FLOAT32,
     UNSCALED,
+    Outcome,
     Precision,
 )
 from ampfuse.tools.precision.trial import Program

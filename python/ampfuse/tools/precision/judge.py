@@ -5,8 +5,14 @@ from statistics import median
 
 from ampfuse._texts import percent
 from ampfuse.tools.precision.deviation import Deviation, measure_noise
-from ampfuse.tools.precision.outcome import Outcome, Overflow
-from ampfuse.tools.precision.precisions import BFLOAT16, FIRST_SCALE, UNSCALED, Precision
+from ampfuse.tools.precision.outcome import (
+    BFLOAT16,
+    FIRST_SCALE,
+    UNSCALED,
+    Outcome,
+    Overflow,
+    Precision,
+)
 
 # The limit of a gradient's deviation is 30 % of the distance between the gradients of two batches,
 # but at least 5 %, since all batches may be the same, and at most 30 % of the gradient.

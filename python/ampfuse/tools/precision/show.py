@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from ampfuse._texts import percent, size_text
-from ampfuse.tools.precision.outcome import Outcome
-from ampfuse.tools.precision.precisions import BFLOAT16, FLOAT32
+from ampfuse.tools.precision.outcome import BFLOAT16, FLOAT32, Outcome
 from ampfuse.tools.precision.verdict import Verdict
 
 MODULES_SHOWN = 5

@@ -22,8 +22,7 @@ from ampfuse.tools.memory.as_on_gpu import without_dropout
 from ampfuse.tools.precision.forcing import Forcing
 from ampfuse.tools.precision.modules import Modules
 from ampfuse.tools.precision.operators import OperatorWatch
-from ampfuse.tools.precision.outcome import Outcome
-from ampfuse.tools.precision.precisions import ANALYSED, FIRST_SCALE, FLOAT32, Precision
+from ampfuse.tools.precision.outcome import ANALYSED, FIRST_SCALE, FLOAT32, Outcome, Precision
 from ampfuse.tools.precision.samples import sample_first, sample_gradients, subtract
 from ampfuse.tools.precision.scaling import Scaling
 

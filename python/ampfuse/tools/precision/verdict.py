@@ -5,8 +5,14 @@ from dataclasses import dataclass
 
 from ampfuse._texts import percent, size_text
 from ampfuse.tools.precision.judge import Judge, saves_memory
-from ampfuse.tools.precision.outcome import Outcome
-from ampfuse.tools.precision.precisions import BFLOAT16, FIRST_SCALE, FLOAT32, Precision, kind_of
+from ampfuse.tools.precision.outcome import (
+    BFLOAT16,
+    FIRST_SCALE,
+    FLOAT32,
+    Outcome,
+    Precision,
+    kind_of,
+)
 
 
 @dataclass(frozen=True)
