@@ -1,4 +1,4 @@
-"""The hooks by which tools follow a program: steps, modules, backward passes, scalers, saves.
+"""The hooks by which tools follow a program: its steps, its modules, and functions of torch.
 
 All of them end when an ExitStack closes. Hooks of optimizers only measure: an optimizer may skip
 steps on the device in spite of them. Other hooks could notice that, so the host decides for them.
@@ -9,13 +9,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-import torch
 from torch.nn.modules import module as hooks_of_modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_optimizers
-
-from ampfuse import checkpoint
-from ampfuse.amp import GradScaler
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -55,29 +51,6 @@ class FirstOptimizer:
         if self._reference is None or self._reference() is None:
             self._reference = weakref.ref(optimizer)
         return self._reference() is optimizer
-
-
-Around = Callable[[Any], Callable[..., Any]]  # takes a function, and returns what replaces it
-
-
-def hook_backward(exits: ExitStack, around: Around) -> None:
-    """Replace `torch.autograd.backward`, to which all backward passes come."""
-    replace(exits, torch.autograd, "backward", around(torch.autograd.backward))
-
-
-def hook_scalers(exits: ExitStack, around: Around, *methods: str) -> None:
-    """Replace methods of all scalers."""
-    for name in methods:
-        replace(exits, GradScaler, name, around(getattr(GradScaler, name)))
-
-
-def hook_saving(
-    exits: ExitStack, of_torch: dict[str, Around], of_checkpoint: dict[str, Around]
-) -> None:
-    """Replace functions of torch and of `ampfuse.checkpoint` that save and load."""
-    for owner, arounds in ((torch, of_torch), (checkpoint, of_checkpoint)):
-        for name, around in arounds.items():
-            replace(exits, owner, name, around(getattr(owner, name)))
 
 
 def replace(exits: ExitStack, owner: Any, name: str, value: Any) -> None:

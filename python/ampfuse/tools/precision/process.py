@@ -7,15 +7,16 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from ampfuse import checkpoint
 from ampfuse.patching import patch
-from ampfuse.tools.command.program import NoProgramError, run_module, run_script
-from ampfuse.tools.hooks import hook_saving
+from ampfuse.tools.command.program import NoProgramError, run
+from ampfuse.tools.hooks import replace
 from ampfuse.tools.precision.trial import Program, Trial
 from ampfuse.tools.program_lines import file_name, is_of_program
 
@@ -25,7 +26,6 @@ SEED = 1
 def main(folder: Path) -> None:
     """Run the trial that is ordered in a folder, and write its outcome there."""
     program: Program = torch.load(folder / "program.pt", weights_only=False)
-    name, *arguments = program.words
     patch()
     seed()
     save = torch.save
@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
         keep_saved_files_apart(exits, folder)
         trial = Trial(exits, finish, program)
         try:
-            raised = (run_module if program.is_module else run_script)(name, arguments)
+            raised = run(program.words, program.is_module)
         except NoProgramError as error:
             sys.exit(str(error))
         finish(how_it_failed(raised))
@@ -67,7 +67,7 @@ def keep_saved_files_apart(exits: ExitStack, folder: Path) -> None:
     """
     moved: dict[str, Path] = {}
 
-    def move(function: Callable[..., Any], writes: bool = False) -> Callable[..., Any]:
+    def move(function: Callable[..., Any], writes: bool) -> Callable[..., Any]:
         signature = inspect.signature(function)
 
         @wraps(function)
@@ -84,9 +84,12 @@ def keep_saved_files_apart(exits: ExitStack, folder: Path) -> None:
 
         return run_there
 
-    save = partial(move, writes=True)
-    reading = dict.fromkeys(("latest", "load", "verify"), move)
-    hook_saving(exits, {"save": save, "load": move}, {"save": save, **reading})
+    for owner, names in (
+        (torch, ("save", "load")),
+        (checkpoint, ("save", "load", "latest", "verify")),
+    ):
+        for name in names:
+            replace(exits, owner, name, move(getattr(owner, name), writes=name == "save"))
 
 
 def how_it_failed(error: BaseException | None) -> str | None:
