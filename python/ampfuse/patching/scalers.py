@@ -37,13 +37,11 @@ class Recording:
 
     def __init__(self) -> None:
         self.history = 0  # number of updates that each scaler records; 0: no recording
-        self.made = 0
         self.scalers: deque[GradScaler] = deque(maxlen=16)
 
     def note(self, scaler: GradScaler) -> None:
         """Keep the scaler, if recording."""
         if self.history and scaler.is_enabled():
-            self.made += 1
             self.scalers.append(scaler)
 
 

@@ -182,9 +182,8 @@ for _ in range(40):
 def test_last_16_scalers_are_reported(programs):
     programs.write("many.py", MANY)
     done, told = programs.reported("many.py")
-    assert "24 earlier ones are not shown" in done.stderr
+    assert done.returncode == 0
     assert [scaler["taken"] for scaler in told["scalers"]] == [1] * 16
-    assert told["earlier_scalers"] == 24
 
 
 SKIPS = f"""
@@ -247,7 +246,7 @@ def test_program_may_overwrite_attributes_of_its_scaler(programs):
     )
     done, told = programs.reported("notes.py")
     assert done.returncode == 0
-    assert told["ended"] == "by sys.exit(0)"
+    assert told["ended"] == "by sys.exit(False)"
     assert told["scalers"][0]["taken"] == 1
     assert told["hints"] == []
 
@@ -264,7 +263,6 @@ REPORT = {
     "steps": None,
     "step_count": 0,
     "scalers": [],
-    "earlier_scalers": 0,
     "peak_memory": {},
     "hints": [],
 }

@@ -3,7 +3,6 @@
 The program's first steps run again and again, each time in another precision.
 """
 
-import json
 import os
 import sys
 from argparse import Namespace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ampfuse.tools.command.options import Parser, refuse
-from ampfuse.tools.command.report import in_json
+from ampfuse.tools.command.report import write
 from ampfuse.tools.command.show import say
 from ampfuse.tools.precision import show
 from ampfuse.tools.precision.advisor import NoAdviceError, advise
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         refuse(f"advise: {error}")
     # Files are written first: a terminal may lack characters of the text.
     if given.json is not None:
-        given.json.write_text(json.dumps(in_json(show.as_dict(advice)), indent=2) + "\n")
+        write(show.as_dict(advice), given.json)
     if given.plot is not None:
         show.plot(advice, given.plot)
     print(show.text(advice, program.words[0]))

@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ampfuse import checkpoint
 from ampfuse._texts import bytes_of, size_text
 from ampfuse.tools.command import program
-from ampfuse.tools.command.options import Parser, checked, refuse
+from ampfuse.tools.command.options import Parser, refuse
 from ampfuse.tools.hooks import replace
 from ampfuse.tools.memory.account import Account, account_of
 from ampfuse.tools.memory.batch import search
@@ -208,11 +208,14 @@ def parse(arguments: Sequence[str]) -> Namespace:
     parser.add_argument("--batch", type=int, metavar="N", help="the batch size of every DataLoader")
     parser.add_argument(
         "--fit",
-        type=checked(bytes_of),
         metavar="SIZE",
         help="find the largest batch that fits, for example into 24GiB",
     )
     given = parser.read(arguments)
     if given.batch is not None and given.batch < 1:
         refuse(f"--batch: expected at least 1, got {given.batch}")
+    try:
+        given.fit = given.fit and bytes_of(given.fit)
+    except ValueError as error:
+        refuse(f"--fit: {error}")
     return given

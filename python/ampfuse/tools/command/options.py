@@ -3,7 +3,8 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -63,8 +64,8 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-        self.add_argument("--json", type=checked(output), metavar="FILE", help=json)
-        self.add_argument("--plot", type=checked(picture), metavar="FILE", help=plot)
+        self.add_argument("--json", type=output, metavar="FILE", help=json)
+        self.add_argument("--plot", type=picture, metavar="FILE", help=plot)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return our options, with `words`, the program's name and arguments, and `is_module`.
@@ -117,34 +118,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a function that converts an option's value, whose ValueError is the parser's error."""
-
-    def converted(text: str) -> Any:
-        try:
-            return convert(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return converted
-
-
 def output(name: str) -> Path:
     """Return a file that can be written when the program has ended, wherever that goes."""
     file = Path(name)
     if not file.parent.is_dir():
-        raise ValueError(f"there is no folder {file.parent}")
+        raise ArgumentTypeError(f"there is no folder {file.parent}")
     if file.is_dir():
-        raise ValueError(f"{file} is a folder")
+        raise ArgumentTypeError(f"{file} is a folder")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"{file} cannot be written")
+        raise ArgumentTypeError(f"{file} cannot be written")
     return file.absolute()
 
 
 def picture(name: str) -> Path:
     """Return a file for a plot. The program may configure matplotlib before its first import."""
     if find_spec("matplotlib") is None:
-        raise ValueError("needs matplotlib: pip install matplotlib")
+        raise ArgumentTypeError("needs matplotlib: pip install matplotlib")
     if Path(name).suffix not in PICTURES:
-        raise ValueError(f"expected a file that ends in {', '.join(PICTURES)}, got {name}")
+        raise ArgumentTypeError(f"expected a file that ends in {', '.join(PICTURES)}, got {name}")
     return output(name)

@@ -30,8 +30,7 @@ def report(
     scalers: list[dict[str, Any]] = []
     hints = [COMPILED] if compiled_graphs() else []
     hints += diagnosis.hints()
-    recorded = list(RECORDING.scalers)
-    for scaler in recorded:
+    for scaler in RECORDING.scalers:
         try:
             scalers.append(_describe_scaler(scaler))
         except Exception as error:  # for example a GPU error that the program has caused
@@ -55,20 +54,15 @@ def report(
         "step_count": diagnosis.clock.steps,
         "steps": diagnosis.steps(),
         "memory": diagnosis.memory(),
-        "earlier_scalers": RECORDING.made - len(recorded),
         "peak_memory": _peak_memory(),
         "hints": hints,
     }
 
 
 def write(report: dict[str, Any], path: Path) -> None:
-    """Write the report as JSON, with null for NaN and infinities."""
-    path.write_text(json.dumps(in_json(report), indent=2, allow_nan=False) + "\n")
-
-
-def in_json(value: Any) -> Any:
-    """Return nested values with None in place of NaN and infinities."""
-    return json.loads(json.dumps(value), parse_constant=lambda _: None)
+    """Write a report as JSON, with null for NaN and infinities."""
+    finite = json.loads(json.dumps(report), parse_constant=lambda _: None)
+    path.write_text(json.dumps(finite, indent=2) + "\n")
 
 
 def how_it_ended(raised: BaseException | None) -> str:
@@ -76,8 +70,7 @@ def how_it_ended(raised: BaseException | None) -> str:
     if raised is None:
         return "normally"
     if isinstance(raised, SystemExit):
-        code = int(raised.code) if isinstance(raised.code, int) else raised.code  # bools and enums
-        return f"by sys.exit({'' if code is None else repr(code)})"
+        return f"by sys.exit({'' if raised.code is None else repr(raised.code)})"
     return f"by {type(raised).__name__}"
 
 

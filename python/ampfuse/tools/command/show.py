@@ -29,8 +29,6 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         needed = FIRST_STEPS + LEAST_STEPS
         text = f"{report['step_count']} were too few to measure: {needed} are needed"
         found.append(("a step", text))
-    if report["earlier_scalers"]:
-        found.append(("scalers", f"{report['earlier_scalers']:,} earlier ones are not shown"))
     for scaler in report["scalers"]:
         found += rows_of_scaler(scaler)
     found += [

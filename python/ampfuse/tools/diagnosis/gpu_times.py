@@ -18,20 +18,21 @@ class GpuTimes(Listener):
     """The GPU's time for each phase, in every eighth step: the time between two events."""
 
     def __init__(self) -> None:
-        self._streams: set[Any] = set()  # of this step's events; None if a graph is captured
+        self._streams: set[Any] = set()  # of this step's events
         self._events: list[tuple[Any, bool]] = []  # for each note; True: the GPU was idle then
         self._phases: list[str] = []  # that end with the events
         self._steps: list[list[tuple[Any, bool, str]]] = []
 
     def noted(self, phase: str, begins: bool) -> None:
         """Record an event."""
-        stream = None if is_capturing() else torch.cuda.current_stream()
+        if is_capturing():  # then events are missing, and the step does not count
+            return
+        stream = torch.cuda.current_stream()
         self._streams.add(stream)
-        if stream is not None:
-            is_idle = stream.query()
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(stream)
-            self._events.append((event, is_idle))
+        is_idle = stream.query()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        self._events.append((event, is_idle))
 
     def read(self, intervals: list[Interval]) -> None:
         """Note the phases to which the events belong."""

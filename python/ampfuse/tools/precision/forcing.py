@@ -47,11 +47,15 @@ class Forcing:
     ) -> Any:
         """Call a module in the precision that it should have. Autocast may begin with it."""
         dtype = self._precision.dtype
-        if dtype is not None and self._keeps(name):
+        if dtype is None:
+            return call(module, *args, **kwargs)
+        if self._keeps(name):
             args, kwargs = in_float32((args, kwargs))
             with self._autocast(module, dtype, False):
                 return call(module, *args, **kwargs)
-        if dtype is None or not may_begin or not self._should_begin(module):
+        # Autocast does not begin where the program does so itself.
+        is_used = self._is_on or "autocast" in self._outcome.places
+        if is_used or not may_begin or next(module.parameters(), None) is None:
             return call(module, *args, **kwargs)
         context = self._autocast(module, dtype, True)
         if not torch.is_grad_enabled():
@@ -63,11 +67,6 @@ class Forcing:
         if "autocast" in self._outcome.places:  # the module enables autocast itself
             self.end()
         return output
-
-    def _should_begin(self, module: nn.Module) -> bool:
-        """Return True if autocast begins with this module: not where the program does so itself."""
-        is_used = self._is_on or "autocast" in self._outcome.places
-        return not is_used and next(module.parameters(), None) is not None
 
     def end(self) -> None:
         """End autocast before backward, and before an optimizer changes the weights."""

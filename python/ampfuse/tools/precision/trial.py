@@ -131,7 +131,6 @@ class Trial:
         # Not in backward: torch has entered a mode for it, which must be left before this one.
         if self._last_untimed is None and len(self._losses) >= ANALYSED:
             self._analysis.close()
-            self._modules.on_output = lambda name, inputs, output: None
             self._last_untimed = self._outcome.steps + WARMING_UP
         torch.clear_autocast_cache()  # weights may have changed since another root ran
         if torch.is_grad_enabled() and next(module.parameters(), None) is not None:
