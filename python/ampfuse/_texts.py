@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 
 
 def size_text(size: float) -> str:
@@ -26,6 +27,15 @@ def bytes_of(size: float | str) -> int:
 def without_numbers(name: str) -> str:
     """Return the name of a module with `*` in place of numbers, as in `"layers.*.norm"`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines of a table, whose first column is aligned left and the others right."""
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return [
+        "  ".join([f"{name:<{first}}", *map(str.rjust, cells, widths)]).rstrip()
+        for name, *cells in rows
+    ]
 
 
 def percent(share: float) -> str:

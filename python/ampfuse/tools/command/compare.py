@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ampfuse._texts import size_text
+from ampfuse._texts import columns, size_text
 from ampfuse.tools.command.options import refuse
 
 EPILOG = """examples:
@@ -31,10 +31,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     given = parser.parse_args(arguments)
     before, after = read(given.before), read(given.after)
     table = [("", given.before, given.after, "change"), *rows(before, after)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for name, *cells in table:
-        numbers = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
-        print(f"{name:<{widths[0]}}  {'  '.join(numbers)}".rstrip())
+    print("\n".join(columns(table)))
     kinds = [{_kind(hint) for hint in report["hints"]} for report in (before, after)]
     for text, report, others in (("no longer", before, kinds[1]), ("new", after, kinds[0])):
         for hint in report["hints"]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ampfuse._texts import percent, size_text
+from ampfuse._texts import columns, percent, size_text
 from ampfuse.tools.precision.outcome import BFLOAT16, FLOAT32, Outcome
 from ampfuse.tools.precision.verdict import Verdict
 
@@ -18,7 +18,8 @@ def text(advice: Verdict, program: str) -> str:
     base = advice.judge.base
     device = base.gpu or f"a CPU with {torch.backends.cpu.get_cpu_capability()}"
     lines = [f"{program}: {base.steps} steps in each precision, on {device}"]
-    lines += table(advice)
+    outcomes = (base, *advice.judge.outcomes.values())
+    lines += [f"  {line}" for line in columns([HEAD, *(row(advice, one) for one in outcomes)])]
     if rows := details(advice):
         lines += ["", *(f"  {name:<18} {detail}" for name, detail in rows)]
     lines += ["", *advice.sentences]
@@ -26,17 +27,6 @@ def text(advice: Verdict, program: str) -> str:
     nothing = "none: the program does this already" if is_done else "none"
     lines += ["", "lines to change", *(f"  {line}" for line in advice.lines or [nothing])]
     return "\n".join(lines)
-
-
-def table(advice: Verdict) -> list[str]:
-    """Return a row for each precision."""
-    outcomes = (advice.judge.base, *advice.judge.outcomes.values())
-    rows = [HEAD, *(row(advice, outcome) for outcome in outcomes)]
-    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return [
-        "  ".join([f"  {name:<{first}}", *map(str.rjust, cells, widths)]).rstrip()
-        for name, *cells in rows
-    ]
 
 
 def row(advice: Verdict, outcome: Outcome) -> tuple[str, ...]:
