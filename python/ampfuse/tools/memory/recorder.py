@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ampfuse import _C
 from ampfuse._graphs import is_in_backward
 from ampfuse._nested import have_own_operators, params_of, states_of, stored_tensors_in
 from ampfuse.tools.hooks import FirstOptimizer, hook_modules, hook_steps, only_measures, replace
-from ampfuse.tools.memory import scratch
 from ampfuse.tools.memory.as_on_gpu import as_on_gpu
 from ampfuse.tools.memory.dry_run import run_dry
 from ampfuse.tools.memory.record import (
@@ -41,6 +41,11 @@ from ampfuse.tools.memory.record import (
 )
 
 GPU_MULTIPLE = 512  # torch allocates this many bytes on a GPU, or a multiple of it
+
+# The numbers of c10::ScalarType, which operators take as arguments.
+SCALAR_TYPES = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}
+
+LINEAR_LOSSES = ("ampfuse::linear_cross_entropy_forward", "ampfuse::linear_cross_entropy_backward")
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -180,8 +185,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_scratch(self, operator: Any, args: tuple[Any, ...], results: Any) -> None:
         """Record the memory that an operator has allocated and freed itself."""
-        loss = scratch.count_in_loss(operator, args, self._for_gpu)
-        size = loss or (0 if self._for_gpu else scratch.count_on_cpu(operator, args, results))
+        loss = count_in_loss(operator, args, self._for_gpu)
+        size = loss or (0 if self._for_gpu else count_on_cpu(operator, args, results))
         if size:
             kind = LOSS if loss else TEMPORARIES
             allocation = Allocation(size, torch.Size(), torch.uint8, self._now, kind=kind)
@@ -272,3 +277,44 @@ def blocks_of(model: nn.Module) -> list[str]:
         if len(members) >= 2 and len(kinds) == 1 and has_parts:
             found += [f"{name}.{member}".lstrip(".") for member in members]
     return found
+
+
+def count_in_loss(operator: Any, args: tuple[Any, ...], for_gpu: bool) -> int:
+    """Return the bytes that a linear cross-entropy allocates and frees; 0 for other operators."""
+    if operator.name() not in LINEAR_LOSSES:
+        return 0
+    given = dict(zip((one.name for one in operator._schema.arguments), args, strict=False))
+    dtype, logits_dtype = SCALAR_TYPES[given["dtype"]], SCALAR_TYPES[given["logits_dtype"]]
+    if for_gpu and not (given["chunk_classes"] or given["group"]):
+        logits_dtype = dtype  # the default on a GPU
+    return _C.linear_cross_entropy_workspace(
+        given["hidden"],
+        given["weight"],
+        dtype=dtype,
+        logits_dtype=logits_dtype,
+        weight_grad_dtype=SCALAR_TYPES[given["weight_grad_dtype"]],
+        chunk_rows=given["chunk_rows"],
+        chunk_classes=given["chunk_classes"],
+        with_gradient=any(given["output_mask"]),
+        on_gpu=for_gpu,
+    )
+
+
+def count_on_cpu(operator: Any, args: tuple[Any, ...], results: Any) -> int:
+    """Return the bytes of copies that torch's operators for images make on a CPU.
+
+    Convolutions copy weight and images to a layout of their own, as measured with torch 2.11. What
+    they need on a GPU depends on the algorithm that cuDNN chooses, and is not counted.
+    """
+    match operator.name():
+        case "aten::convolution":
+            return _bytes(results) + _bytes(args[1])
+        case "aten::convolution_backward":
+            return sum(map(_bytes, args[:3]))
+        case "aten::native_batch_norm_backward":
+            return _bytes(args[1])
+    return 0
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

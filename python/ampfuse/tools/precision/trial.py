@@ -2,7 +2,6 @@
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from ampfuse._graphs import compiled_graphs, is_capturing, is_in_backward, uses_gpu
 from ampfuse._nested import params_of, stored_tensors_in
-from ampfuse.tools.hooks import hook_steps, only_measures, replace
+from ampfuse.tools.hooks import FirstOptimizer, hook_steps, only_measures, replace
 from ampfuse.tools.memory.as_on_gpu import without_dropout
 from ampfuse.tools.precision.forcing import Forcing
 from ampfuse.tools.precision.modules import Modules
@@ -54,7 +53,7 @@ class Trial:
         self._program = program
         self._outcome = Outcome(program.precision)
         self._losses: list[Tensor] = []
-        self._steps: Counter[int] = Counter()  # of each optimizer
+        self._first = FirstOptimizer()
         self._last_untimed: int | None = None
         self._end_of_step = 0.0
         self._is_calling = False  # True while torch's backward runs
@@ -167,9 +166,7 @@ class Trial:
             return
         if self._scaling is not None:
             self._scaling.restore()
-        # A step ends with that of the optimizer that has taken most.
-        self._steps[id(optimizer)] += 1
-        if self._steps[id(optimizer)] > self._outcome.steps:
+        if self._first.matches(optimizer):
             self._outcome.steps += 1
             self._end_step()
 
