@@ -24,7 +24,7 @@ def bytes_of(size: float | str) -> int:
     return int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
 
 
-def without_numbers(name: str) -> str:
+def drop_numbers(name: str) -> str:
     """Return the name of a module with `*` in place of numbers, as in `"layers.*.norm"`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ampfuse.patching import patched
 from ampfuse.tools.precision.forcing import Forcing
-from ampfuse.tools.precision.modules import Modules, without_wrappers
+from ampfuse.tools.precision.modules import Modules, drop_wrappers
 from ampfuse.tools.precision.outcome import BFLOAT16, FLOAT16, FLOAT32, Outcome
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -187,7 +187,7 @@ def test_parameters_have_different_names_and_none_is_left_out(x):
 
 def test_names_are_those_of_the_program_also_behind_wrappers(x):
     for name in ("layer.0", "module.layer.0", "_orig_mod.layer.0", "module._orig_mod.layer.0"):
-        assert without_wrappers(name) == "layer.0"
+        assert drop_wrappers(name) == "layer.0"
     names = []
     model = nn.Sequential(Seen(), nn.ReLU())
     with forced(FLOAT32) as made:

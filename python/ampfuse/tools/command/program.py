@@ -53,7 +53,7 @@ def run_module(name: str, arguments: list[str]) -> BaseException | None:
     except NoProgramError:
         raise
     except BaseException as error:  # raised by a parent package
-        return without_first_frame(error)
+        return drop_first_frame(error)
     sys.argv = [str(spec.origin), *arguments]
     return _run(
         code,
@@ -80,11 +80,11 @@ def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException 
     except SystemExit as error:
         return SystemExit(error.code)  # a new one, without the program's frames
     except BaseException as error:  # any exception is passed on
-        return without_first_frame(error)
+        return drop_first_frame(error)
     return None
 
 
-def without_first_frame(error: BaseException) -> BaseException:
+def drop_first_frame(error: BaseException) -> BaseException:
     """Return an exception without the frame that has caught it, which is ours."""
     return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 

@@ -42,11 +42,11 @@ class Habits(Listener):
         """Look at the gradient before and after backward."""
         if phase == BACKWARD and begins:
             self._checks_anomalies |= torch.is_anomaly_enabled()
-            self._before_backward()
+            self._begin_backward()
         elif phase == BACKWARD:
-            self._after_backward()
+            self._end_backward()
 
-    def _before_backward(self) -> None:
+    def _begin_backward(self) -> None:
         """Check that something has written to the gradient since the last backward, or freed it."""
         grad = self._gradient()
         if grad is None or (id(grad), grad._version) != self._grad:
@@ -56,7 +56,7 @@ class Habits(Listener):
             self._is_kept = self._kept < CERTAIN or bool(local(grad).count_nonzero())
             self.keeps_gradients |= self._is_kept and self._kept >= CERTAIN
 
-    def _after_backward(self) -> None:
+    def _end_backward(self) -> None:
         """Note the version that backward has written."""
         grad = self._gradient()
         self._grad = None if grad is None else (id(grad), grad._version)
@@ -81,7 +81,7 @@ class Habits(Listener):
                 self._param = None if param.grad.is_sparse else weakref.ref(param)
                 break
         self._is_kept = None
-        self._after_backward()
+        self._end_backward()
 
     def _gradient(self) -> Tensor | None:
         param = None if self._param is None else self._param()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse._nested import params_of
-from ampfuse._texts import size_text, without_numbers
+from ampfuse._texts import drop_numbers, size_text
 from ampfuse.tools.memory.record import ACTIVATIONS, KINDS, Record
 from ampfuse.tools.memory.recorder import Recorder
 from ampfuse.tools.memory.restoring import restore_optimizer, unchanged
@@ -55,7 +55,7 @@ class Account:
             lines.append(f"  {kind:<28}{size_text(size):>12}{size / self.peak:>7.0%}")
         modules: Counter[str] = Counter()  # layers that differ in numbers alone are one row
         for name, size in self.modules.items():
-            modules[without_numbers(name) or "outside modules"] += size
+            modules[drop_numbers(name) or "outside modules"] += size
         if modules:
             lines.append("activations at the peak, by the module that computed them")
         shown = dict(modules.most_common(MODULES_SHOWN))
@@ -176,7 +176,7 @@ def recorded(
 
 def account_of(record: Record) -> Account:
     """Return the account of a recorded step."""
-    peak, at, kinds = _at_peak(record)
+    peak, at, kinds = _find_peak(record)
     modules: Counter[str] = Counter()
     for one in record.live_at(at):
         if record.kind_of(one) == ACTIVATIONS:
@@ -185,13 +185,13 @@ def account_of(record: Record) -> Account:
     for change in CHANGES:
         allocations = change.of(record)
         if allocations is not None:
-            changed_peak, _, changed_kinds = _at_peak(replace(record, allocations=allocations))
+            changed_peak, _, changed_kinds = _find_peak(replace(record, allocations=allocations))
             savings.append(Saving(change.name, change.how, changed_peak, changed_kinds))
     device = "cuda" if record.for_gpu else "cpu"
     return Account(device, peak, record.phase_at(at), kinds, dict(modules), savings)
 
 
-def _at_peak(record: Record) -> tuple[int, int, dict[str, int]]:
+def _find_peak(record: Record) -> tuple[int, int, dict[str, int]]:
     """Return the bytes at the peak, its moment, and its bytes by kind."""
     peak, at = record.peak()
     kinds = dict.fromkeys(KINDS, 0)

@@ -62,16 +62,16 @@ class AsOnGpu(TorchFunctionMode):
             with self:  # checkpoints call functions again in backward
                 return torch.autograd.backward(*args, **kwargs)
         if name in IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args, kwargs = in_float32((args, kwargs))
+            args, kwargs = convert_to_float32((args, kwargs))
         if name == "to" and len(args) > 1 and type(args[1]) is int:  # the number of a GPU
             args = (args[0], "cpu", *args[2:])
         is_move = name == "to" and any(map(_is_device, (*args[1:], *kwargs.values())))
-        args, kwargs = tree_map(_on_cpu, (args, kwargs))
+        args, kwargs = tree_map(_move_to_cpu, (args, kwargs))
         result = function(*args, **kwargs)
         return self._sent(result) if is_move else result
 
 
-def in_float32(values: Any) -> Any:
+def convert_to_float32(values: Any) -> Any:
     """Return nested values with all 16-bit tensors in float32."""
     return tree_map(
         lambda x: x.float() if isinstance(x, Tensor) and x.dtype in DTYPES_16_BIT else x, values
@@ -82,13 +82,13 @@ def _is_device(value: Any) -> bool:
     return isinstance(value, (str, torch.device))
 
 
-def _on_cpu(value: Any) -> Any:
+def _move_to_cpu(value: Any) -> Any:
     is_gpu = _is_device(value) and str(value).partition(":")[0] == "cuda"
     return "cpu" if is_gpu else value
 
 
 @contextmanager
-def as_on_gpu(sent: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def act_as_on_gpu(sent: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Run the code in this block as if its tensors on the CPU were on a GPU."""
     with ExitStack() as exits:
         for name in NOTHING:
@@ -97,7 +97,7 @@ def as_on_gpu(sent: Callable[[Tensor], Tensor]) -> Iterator[None]:
         replace(exits, torch.autocast, "__init__", _autocast_on_cpu(torch.autocast.__init__))
         replace(exits, functional, "dropout", _dropout(functional.dropout))
         attention = functional.scaled_dot_product_attention
-        replace(exits, functional, "scaled_dot_product_attention", without_dropout(attention))
+        replace(exits, functional, "scaled_dot_product_attention", remove_dropout(attention))
         # torch's optimizers take lists of tensors by default only on devices that this returns.
         lists = "_get_foreach_kernels_supported_devices"
         replace(exits, torch_optimizer, lists, lambda: ["cuda", "cpu"])
@@ -129,7 +129,7 @@ def _dropout(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return dropout
 
 
-def without_dropout(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def remove_dropout(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return torch's attention without its dropout.
 
     With dropout a CPU, unlike a GPU, keeps a number for each pair of words.

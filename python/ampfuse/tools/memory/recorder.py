@@ -20,7 +20,7 @@ from ampfuse import _C
 from ampfuse._graphs import is_in_backward
 from ampfuse._nested import have_own_operators, params_of, states_of, stored_tensors_in
 from ampfuse.tools.hooks import FirstOptimizer, hook_modules, hook_steps, only_measures, replace
-from ampfuse.tools.memory.as_on_gpu import as_on_gpu
+from ampfuse.tools.memory.as_on_gpu import act_as_on_gpu
 from ampfuse.tools.memory.dry_run import run_dry
 from ampfuse.tools.memory.record import (
     BACKWARD,
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._exits.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", ".*when there are global hooks on modules.*")
         if self._for_gpu:
-            self._exits.enter_context(as_on_gpu(self.sent))
+            self._exits.enter_context(act_as_on_gpu(self.sent))
         hook_modules(self._exits, self._enter_module, self._leave_module)
         hook_steps(self._exits, self._enter_step, self._leave_step)
         replace(self._exits, Distribution, "_validate_args", False)  # zeros are often not valid

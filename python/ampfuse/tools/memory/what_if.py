@@ -51,7 +51,7 @@ def bfloat16_weights(record: Record, master_bytes: int) -> list[Allocation] | No
         if one.is_trained
     ]
     return masters + [
-        _in_bfloat16(one) if _is_float32(one, PARAMETERS, GRADIENTS, "") else one
+        _halve(one) if _is_float32(one, PARAMETERS, GRADIENTS, "") else one
         for one in record.allocations
         if one.kind not in (COPIES, MASTERS)
     ]
@@ -61,10 +61,10 @@ def bfloat16_moments(record: Record) -> list[Allocation] | None:
     """Return the allocations with an optimizer that keeps its moments in bfloat16."""
     if not record.is_adam or not any(_is_float32(one, MOMENTS) for one in record.allocations):
         return None
-    return [_in_bfloat16(one) if _is_float32(one, MOMENTS) else one for one in record.allocations]
+    return [_halve(one) if _is_float32(one, MOMENTS) else one for one in record.allocations]
 
 
-def without_logits(record: Record) -> list[Allocation] | None:
+def drop_logits(record: Record) -> list[Allocation] | None:
     """Return the allocations with linear cross-entropy, which keeps no logits."""
     losses = [one for one in record.allocations if one.operator in LOSSES and len(one.shape) == 2]
     classes = max((one.shape[-1] for one in losses), default=0)
@@ -191,7 +191,7 @@ def _is_float32(one: Allocation, *kinds: str) -> bool:
     return one.kind in kinds and one.dtype == torch.float32 and one.shape.numel() > 1
 
 
-def _in_bfloat16(one: Allocation) -> Allocation:
+def _halve(one: Allocation) -> Allocation:
     return replace(one, bytes=one.bytes // 2, dtype=torch.bfloat16)
 
 
@@ -207,7 +207,7 @@ REMAINDERS = Change(
 )
 OTHERS = (
     Change("bfloat16 moments", "ampfuse.AdamW(..., state_dtype=torch.bfloat16)", bfloat16_moments),
-    Change("linear cross-entropy", "ampfuse.linear_cross_entropy", without_logits),
+    Change("linear cross-entropy", "ampfuse.linear_cross_entropy", drop_logits),
     Change(
         "checkpoints",
         "torch.utils.checkpoint around each block",

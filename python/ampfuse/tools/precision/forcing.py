@@ -12,7 +12,7 @@ from torch import nn
 from ampfuse._graphs import is_in_backward, uses_gpu
 from ampfuse.amp import GradScaler
 from ampfuse.tools.hooks import replace
-from ampfuse.tools.memory.as_on_gpu import in_float32
+from ampfuse.tools.memory.as_on_gpu import convert_to_float32
 from ampfuse.tools.precision.outcome import Outcome
 from ampfuse.tools.program_lines import current_line
 
@@ -50,7 +50,7 @@ class Forcing:
         if dtype is None:
             return call(module, *args, **kwargs)
         if self._keeps(name):
-            args, kwargs = in_float32((args, kwargs))
+            args, kwargs = convert_to_float32((args, kwargs))
             with self._autocast(module, dtype, False):
                 return call(module, *args, **kwargs)
         # Autocast does not begin where the program does so itself.

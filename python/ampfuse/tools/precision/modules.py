@@ -56,7 +56,7 @@ class Modules:
             named += [("parameter", param) for param in params_of(optimizer)]
         names: dict[Tensor, str] = {}  # tensors are equal as keys if they are the same one
         for name, param in named:
-            names.setdefault(param, without_wrappers(name))
+            names.setdefault(param, drop_wrappers(name))
         found: dict[str, Tensor] = {}
         counts: Counter[str] = Counter()
         for param, name in names.items():
@@ -106,12 +106,12 @@ class Modules:
             return
         self.roots.append(module)
         for name, part in module.named_modules():
-            name = without_wrappers(f"{name}.").rstrip(".")
+            name = drop_wrappers(f"{name}.").rstrip(".")
             self._names.setdefault(id(part), name or type(part).__name__)
         self._names[id(module)] = type(module).__name__
 
 
-def without_wrappers(name: str) -> str:
+def drop_wrappers(name: str) -> str:
     """Return a name as it is in the program's own module."""
     while name.startswith(WRAPPERS):
         name = name.partition(".")[2]

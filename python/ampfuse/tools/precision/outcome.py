@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ampfuse._texts import without_numbers
+from ampfuse._texts import drop_numbers
 from ampfuse.tools.precision.samples import Gradients, Outputs
 
 FIRST_SCALE = 65536.0  # the default of torch's GradScaler
@@ -47,7 +47,7 @@ class Precision:
 
 def kind_of(module: str) -> str:
     """Return a name for all modules that are repeated like this one."""
-    kind = without_numbers(module)
+    kind = drop_numbers(module)
     return module if kind == "*" else kind
 
 
