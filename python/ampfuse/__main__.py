@@ -7,7 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from ampfuse.env import describe
@@ -85,7 +85,10 @@ class Ending:
                 if chosen.plot is not None:
                     charts.plot(summary, chosen.plot)
         if issubclass(self._raised, KeyboardInterrupt):
-            program.end_by_interrupt()
+            # Python ends by SIGINT if this ended the last text that it executed. Modules that
+            # were imported for the report may have executed other text.
+            with suppress(KeyboardInterrupt):
+                exec("raise KeyboardInterrupt")
 
 
 @contextmanager

@@ -69,7 +69,6 @@ def parse(arguments: Sequence[str]) -> tuple[Program, Namespace]:
     given = parser.read(arguments)
     if not LEAST_STEPS <= given.steps <= MOST_STEPS:
         refuse(f"--steps: expected {LEAST_STEPS} to {MOST_STEPS}, got {given.steps}")
-    words, is_module = given.words, given.is_module
-    if not is_module and not Path(words[0]).is_file():
-        refuse(f"advise: expected a file, which can run again, got {words[0]}")
-    return Program(words, is_module, given.steps), given
+    if not given.is_module and not Path(given.words[0]).is_file():
+        refuse(f"advise: expected a file, which can run again, got {given.words[0]}")
+    return Program(given.words, given.is_module, given.steps), given

@@ -4,7 +4,6 @@ import builtins
 import os
 import runpy
 import sys
-from contextlib import suppress
 from importlib.machinery import BuiltinImporter, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
@@ -19,8 +18,7 @@ class NoProgramError(Exception):
 
 def run(words: list[str], is_module: bool) -> BaseException | None:
     """Run `python [-m] words...`; return the exception that it raised, or None."""
-    call = run_module if is_module else run_script
-    return call(words[0], words[1:])
+    return (run_module if is_module else run_script)(words[0], words[1:])
 
 
 def run_script(name: str, arguments: list[str]) -> BaseException | None:
@@ -98,16 +96,6 @@ def report_exception(raised: BaseException | None) -> None:
     if sys.version_info >= (3, 12):
         sys.last_exc = raised
     sys.excepthook(*found)
-
-
-def end_by_interrupt() -> None:
-    """Make Python end the process by SIGINT.
-
-    Python does this if KeyboardInterrupt ended the last source text that it executed. After the
-    program, imported modules may have executed other text, for example to define named tuples.
-    """
-    with suppress(KeyboardInterrupt):
-        exec("raise KeyboardInterrupt")
 
 
 def end_as_after(raised: BaseException | None) -> NoReturn:

@@ -24,6 +24,7 @@ from ampfuse.tools.hooks import replace
 from ampfuse.tools.program_lines import Place
 
 SLOT = 4096  # bytes that each worker shares with the program: JSON that ends with a zero
+MOST_LOADERS = 256
 LINES_KEPT = 3
 PUBLISHED_EVERY = 0.25  # seconds
 
@@ -115,11 +116,13 @@ class LoaderWatch:
             if (loader := self._of_iterator.get(iterator)) is not None:
                 loader.trains = True
 
-    def _known(self, loader: Any) -> Loader:
+    def _known(self, loader: Any) -> Loader | None:
         options = loader.num_workers, loader.persistent_workers
         known = self._of_dataset.get(id(loader.dataset))
         if known is not None and (known.workers, known.persistent_workers) == options:
             return known
+        if len(self.loaders) >= MOST_LOADERS:
+            return None
         made = self._of_dataset[id(loader.dataset)] = Loader(*options)
         self.loaders.append(made)
         return made
@@ -134,8 +137,9 @@ class LoaderWatch:
                 iterator = function(loader)
             finally:
                 self._note(INPUT, False, id(loader))
-            self._of_iterator[id(iterator)] = known
-            self._started[id(iterator)] = begin
+            if known is not None:
+                self._of_iterator[id(iterator)] = known
+                self._started[id(iterator)] = begin
             return iterator
 
         return timed

@@ -308,13 +308,9 @@ def count_on_cpu(operator: Any, args: tuple[Any, ...], results: Any) -> int:
     """
     match operator.name():
         case "aten::convolution":
-            return _bytes(results) + _bytes(args[1])
+            return int(results.nbytes + args[1].nbytes)
         case "aten::convolution_backward":
-            return sum(map(_bytes, args[:3]))
+            return sum(one.nbytes for one in args[:3])
         case "aten::native_batch_norm_backward":
-            return _bytes(args[1])
+            return int(args[1].nbytes)
     return 0
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -29,8 +29,7 @@ class Deviation:
         """The deviation of gradients by module, the largest first."""
         self.first_module = find_far_module(base, other)
         """The first module whose output is far from that in float32, or an empty text."""
-        has_weights = are_alike(base.weights, other.weights)
-        is_same = has_weights and are_alike(base.inputs, other.inputs)
+        is_same = are_alike(base.weights, other.weights) and are_alike(base.inputs, other.inputs)
         self.is_comparable = is_same or other.failure is not None
         """False if the runs had other weights or batches."""
 

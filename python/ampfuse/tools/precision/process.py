@@ -84,10 +84,8 @@ def keep_saved_files_apart(exits: ExitStack, folder: Path) -> None:
 
         return run_there
 
-    for owner, names in (
-        (torch, ("save", "load")),
-        (checkpoint, ("save", "load", "latest", "verify")),
-    ):
+    replaced = {torch: ("save", "load"), checkpoint: ("save", "load", "latest", "verify")}
+    for owner, names in replaced.items():
         for name in names:
             replace(exits, owner, name, move(getattr(owner, name), writes=name == "save"))
 
