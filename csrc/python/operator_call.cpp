@@ -44,11 +44,20 @@ std::optional<c10::IValue> converted(PyObject* object, const c10::Type& type) {
       if (PyBool_Check(object)) return object == Py_True;
       break;
     case c10::TypeKind::IntType:  // the type of a dtype, too
-      if (PyLong_CheckExact(object)) return py::handle(object).cast<int64_t>();
+      if (PyLong_CheckExact(object)) {
+        int overflow = 0;
+        const int64_t number = PyLong_AsLongLongAndOverflow(object, &overflow);
+        if (overflow == 0) return number;
+      }
       if (THPDtype_Check(object)) return reinterpret_cast<THPDtype*>(object)->scalar_type;
       break;
     case c10::TypeKind::StringType:
-      if (PyUnicode_CheckExact(object)) return py::handle(object).cast<std::string>();
+      if (PyUnicode_CheckExact(object)) {
+        Py_ssize_t size = 0;
+        const char* const text = PyUnicode_AsUTF8AndSize(object, &size);
+        if (text != nullptr) return std::string(text, size);
+        PyErr_Clear();  // it has a lone surrogate
+      }
       break;
     default:
       break;

@@ -115,6 +115,12 @@ def mistakes(value: Any, tensors: dict[str, Any], parts: dict[str, Any]) -> Iter
             yield f"the checkpoint has the state of {parts['class']}, which was no module"
             return
         yield from _mistakes_of_model(value.state_dict(), tensors, parts["state"])
+        grads = parts.get("gradients", {})
+        for name, param in value.named_parameters() if grads else ():
+            dtype = kind_of(grads[name], tensors)[0] if name in grads else None
+            own = getattr(param, "grad_dtype", param.dtype)
+            if None not in (own, dtype) and dtype != str(own):
+                yield f"the gradient of {name} is {dtype} in the checkpoint, and {own} in the model"
     elif class_of(value) != parts["class"]:
         yield f"the checkpoint has the state of {parts['class']}, not of {class_of(value)}"
     elif has_torchs_state(value, parts["state"]):
@@ -216,7 +222,7 @@ def _load_model(model: nn.Module, part: dict[str, Any], read: Callable[..., Any]
     stored = part["state"].items()
     state = OrderedDict((name, read(value, mapped=not is_extra(name))) for name, value in stored)
     setattr(state, METADATA, read(part[METADATA]))
-    if "gradients" in part:  # first, since a parameter may refuse the dtype of its gradient
+    if "gradients" in part:
         grads = read(part["gradients"])
         for name, param in model.named_parameters():
             param.grad = grads[name].to(param.device) if name in grads else None

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ampfuse.checkpoint._errors import CheckpointError
 from ampfuse.checkpoint._tensor_file import hash_of, hash_of_tensor
-from ampfuse.checkpoint._tree import Encoder
+from ampfuse.checkpoint._tree import Encoder, TensorOf, decoded, put_in_order
 from ampfuse.gradients.shards import is_distributed
 
 OF_RANKS = "$ranks"  # {"$ranks": [a state for each rank]}
@@ -93,38 +94,50 @@ def check_same(encode: Encoder, names: list[str]) -> None:
         )
 
 
-def encoded_of_ranks(
-    encode: Encoder, states: dict[str, Any], prints: dict[str, str]
-) -> dict[str, Any]:
-    """Encode the states of all ranks for one checkpoint. Only the result on rank 0 is used.
+def pack(states: dict[str, Any]) -> bytes:
+    """Encode this rank's states, and return them in bytes."""
+    packed = {}
+    for name, state in states.items():
+        encode = Encoder()
+        encoded = encode(state, name)
+        # A copy has no memory besides its elements. contiguous() and reshape() would leave the
+        # stride of a tensor with one element as it is.
+        tensors = {
+            key: tensor.cpu().clone(memory_format=torch.contiguous_format)
+            for key, tensor in encode.tensors.items()
+        }
+        hashes = [hash_of_tensor(tensor) for tensor in tensors.values()]
+        packed[name] = encoded, tensors, json.dumps([encoded, hashes])
+    file = BytesIO()
+    torch.save(packed, file)  # pickle alone does not support all dtypes
+    return file.getvalue()
 
-    A state whose fingerprints are the same on all ranks is stored once.
+
+def merge(encode: Encoder, packed: bytes) -> dict[str, Any]:
+    """Encode the packed states of all ranks for one checkpoint, on rank 0.
+
+    A state that is the same on all ranks is stored once.
     """
-    if rank_and_size()[1] == 1:
-        return {name: encode(state, name) for name, state in states.items()}
-    packed = BytesIO()
-    torch.save((states, prints), packed)  # pickle alone does not support all dtypes
-    of_ranks = [
-        torch.load(BytesIO(data), map_location="cpu", weights_only=False)
-        for data in gathered(packed.getvalue())
-    ]
+    of_ranks = [torch.load(BytesIO(data), map_location="cpu") for data in gathered(packed)]
     result = {}
-    for name in states:
-        values = [states[name] for states, _ in of_ranks]
-        if len({prints[name] for _, prints in of_ranks}) == 1:
+    for name in of_ranks[0]:
+        parts = [states[name] for states in of_ranks]
+        values = [decoded(encoded, read_memory(tensors)) for encoded, tensors, _ in parts]
+        if len({text for *_, text in parts}) == 1:
             result[name] = encode(values[0], name)
         else:
-            places = (f"{name}/rank-{number}" for number in range(len(of_ranks)))
+            places = (f"{name}/rank-{number}" for number in range(len(parts)))
             result[name] = {OF_RANKS: list(map(encode, values, places))}
     return result
 
 
-def fingerprint(state: Any, name: str) -> str:
-    """Return a text that is the same for the same states; raise if a state cannot be stored."""
-    encode = Encoder()
-    encoded = encode(state, name)
-    tensors = [tensor.cpu().contiguous() for tensor in encode.tensors.values()]
-    return json.dumps([encoded, list(map(hash_of_tensor, tensors))])
+def read_memory(tensors: dict[str, Tensor]) -> TensorOf:
+    """Return the function that decodes with these tensors."""
+
+    def tensor_of(name: str, order: list[int] | None) -> Tensor:
+        return tensors[name] if order is None else put_in_order(order, tensors[name])
+
+    return tensor_of
 
 
 def pick_for_this_rank(encoded: Any, what: str, folder: Path) -> Any:

@@ -14,10 +14,10 @@ from ampfuse.checkpoint._folder import Writing
 from ampfuse.checkpoint._parts import check_parts, is_model, refuse_shards, state_of
 from ampfuse.checkpoint._ranks import (
     check_same,
-    encoded_of_ranks,
-    fingerprint,
     gathered,
     get_from_rank_0,
+    merge,
+    pack,
     rank_and_size,
     run_on_all_ranks,
 )
@@ -201,7 +201,9 @@ def _encoded(
 ) -> dict[str, Any]:
     """Encode all that is saved. Only the result on rank 0 is used."""
 
-    def encode_this_rank() -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    is_alone = rank_and_size()[1] == 1
+
+    def encode_this_rank() -> tuple[dict[str, Any], dict[str, Any], bytes]:
         shared, own = {}, {}
         for value in objects.values():
             if isinstance(value, Gate):
@@ -218,9 +220,10 @@ def _encoded(
         refuse_shards(values, "values")
         # They come last, so that tensors of models that are in them keep their names.
         shared["values"] = encode(values, "values")
-        is_alone = rank_and_size()[1] == 1
-        return shared, own, {} if is_alone else {name: fingerprint(own[name], name) for name in own}
+        return shared, own, b"" if is_alone else pack(own)
 
-    shared, own, prints = run_on_all_ranks(encode_this_rank)
+    shared, own, packed = run_on_all_ranks(encode_this_rank)
     check_same(encode, [*shared, *own])
-    return shared | encoded_of_ranks(encode, own, prints)
+    if is_alone:
+        return shared | {name: encode(state, name) for name, state in own.items()}
+    return shared | merge(encode, packed)

@@ -20,7 +20,12 @@ from ampfuse.losses.options import (
 
 @overload
 def cross_entropy(
-    input: Tensor, target: Tensor, weight: Tensor | None = None, **options: Unpack[LossOptions]
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    return_metrics: Literal[False] = False,
+    **options: Unpack[LossOptions],
 ) -> Tensor: ...
 
 
@@ -31,7 +36,7 @@ def cross_entropy(
     weight: Tensor | None = None,
     *,
     return_metrics: Literal[True],
-    **options: Any,
+    **options: Unpack[LossOptions],
 ) -> tuple[Tensor, CrossEntropyMetrics]: ...
 
 

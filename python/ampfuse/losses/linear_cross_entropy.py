@@ -14,6 +14,7 @@ from ampfuse.losses.options import (
     CrossEntropyMetrics,
     LinearLossOptions,
     changed_options,
+    check_call,
     checked_scaler,
     compute_loss,
     options_of,
@@ -29,6 +30,8 @@ def linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
+    *,
+    return_metrics: Literal[False] = False,
     **options: Unpack[LinearLossOptions],
 ) -> Tensor: ...
 
@@ -41,7 +44,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     *,
     return_metrics: Literal[True],
-    **options: Any,
+    **options: Unpack[LinearLossOptions],
 ) -> tuple[Tensor, CrossEntropyMetrics]: ...
 
 
@@ -174,6 +177,7 @@ def linear_cross_entropy(
                 "process_group="
             )
     if process_group is not None:
+        check_call(linear_cross_entropy, unknown, tensors)  # before the weight's shape is read
         options["vocab_shard"] = _vocab_shard(process_group, weight, first_class, num_classes)
         options["group"] = process_group.group_name
     elif first_class is not None or num_classes is not None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Number
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -60,7 +60,6 @@ class LossOptions(TypedDict, total=False):
     denominator: Tensor | float | None
     z_loss: float
     softcap: float | None
-    return_metrics: Literal[False]  # those that return metrics are other overloads
 
 
 class LinearLossOptions(LossOptions, total=False):
@@ -95,6 +94,14 @@ class CrossEntropyMetrics(NamedTuple):
     """
 
 
+def check_call(function: Any, unknown: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Raise for unknown arguments, and for None in place of a tensor that is required."""
+    refuse_unknown(function, unknown, REMEDIES)
+    for argument, tensor in tensors.items():
+        if tensor is None:  # which operators take for an empty tensor
+            raise TypeError(f"{function.__name__}: {argument}: expected a Tensor, got None")
+
+
 def compute_loss(
     function: Callable[..., Any],
     unknown: dict[str, Any],
@@ -112,10 +119,7 @@ def compute_loss(
     in their order.
     """
     name = function.__name__
-    refuse_unknown(function, unknown, REMEDIES)
-    for argument, tensor in tensors.items():
-        if tensor is None:  # which operators take for an empty tensor
-            raise TypeError(f"{name}: {argument}: expected a Tensor, got None")
+    check_call(function, unknown, tensors)
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise ValueError(f'reduction: expected "none", "mean" or "sum", got {reduction!r}')
     for constant in ("z_loss", "softcap"):

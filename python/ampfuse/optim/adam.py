@@ -112,10 +112,13 @@ class Adam(torch.optim.Adam):
         self._own_options = own_options
         self._columns = ColumnCache(self._own_options)
         self._written = WrittenParams()
-        self._is_in_zero = is_called_from(ZERO) and torch.distributed.get_world_size() > 1
+        self._note_zero()
         self._spare_masters: Spares = {}
         Optimizer.__init__(self, params, defaults)
         self._traced, self._slot = Traced(self), Slot()
+
+    def _note_zero(self) -> None:
+        self._is_in_zero = is_called_from(ZERO) and torch.distributed.get_world_size() > 1
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters as torch does; its options are checked like the constructor's.
@@ -150,8 +153,8 @@ class Adam(torch.optim.Adam):
         lines = [f"{type(self).__name__} ("]
         for index, group in enumerate(self.param_groups):
             lines.append(f"Parameter Group {index}")
-            shown = self.options_of(group)
-            lines += [f"    {name}: {shown[name]}" for name in sorted(shown)]
+            shown = self.options_of(group) if self._has_own_options else group
+            lines += [f"    {name}: {shown[name]}" for name in sorted(shown.keys() - {"params"})]
         return "\n".join([*lines, ")"])
 
     def __getstate__(self) -> dict[str, Any]:

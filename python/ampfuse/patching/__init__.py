@@ -36,8 +36,9 @@ def patch(*parts: str, without: Iterable[str] = ()) -> None:
 
     Torch's class or function is used for what ampfuse's cannot do: `differentiable=True`,
     parameters that are neither on a CPU nor on an NVIDIA GPU, a parameter that is in a group twice,
-    tensor subclasses, `torch.func`. The reason is logged once. Classes that derive from torch's
-    stay as they are. Methods that a program sets in torch's classes are not called by our objects.
+    classes that derive from torch's; losses of tensor subclasses, under function modes and
+    `torch.func`. The reason is logged once. Methods that a program sets in torch's classes are not
+    called by our objects.
 
     Classes are changed in place, wherever the program refers to them. Functions are replaced in
     modules that use torch's own name: `from torch.nn.utils import clip_grad_norm_`. References

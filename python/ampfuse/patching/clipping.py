@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from types import GeneratorType
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,8 @@ def replacement(is_on: Callable[[], bool]) -> Any:
         if not is_on():
             return original(parameters, *rest, **named)
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not params and isinstance(parameters, GeneratorType):
+            return original((param for param in params), *rest, **named)  # torch warns
         try:
             norm = clip_grad_norm_(params, *rest, **named)
         except (TypeError, ValueError, NotImplementedError) as error:  # nothing was written

@@ -12,6 +12,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional
+from torch.overrides import has_torch_function_variadic
+from torch.utils._device import DeviceContext
 
 from ampfuse._dtypes import DTYPES_16_BIT
 from ampfuse._graphs import traced_as
@@ -92,6 +94,12 @@ def _dtype_of_loss(input: Tensor, target: Tensor, weight: Tensor | None) -> torc
     return functools.reduce(torch.promote_types, dtypes)
 
 
+def _has_only_default_devices() -> bool:
+    """Return True if all function modes are default devices, which only affect tensor creation."""
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return bool(modes) and all(isinstance(mode, DeviceContext) for mode in modes)
+
+
 @traced_as(lambda: False)
 def _is_in_make_fx() -> bool:
     """Return True if a program uses make_fx itself; torch.compile uses it internally."""
@@ -107,6 +115,8 @@ def _why_not(
     reduction: str,
     **_: Any,
 ) -> str | None:
+    if has_torch_function_variadic(input, target) and not _has_only_default_devices():
+        return "a torch function mode or a tensor subclass"
     for tensor in (input, target, weight):
         if tensor is not None and type(tensor) not in PLAIN:
             return f"a tensor of type {type(tensor).__name__}"

@@ -28,6 +28,7 @@ class PatchedAdam(optim.Adam):
 
     def take_over(self) -> None:
         """Create the attributes that torch's constructor has not made."""
+        self._note_zero()
         self.__setstate__({})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -89,14 +90,17 @@ def constructor(torchs: Any, is_on: Callable[[], bool]) -> Any:
     @wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if type(self) is not torchs or not is_on():
+        cls = type(self)
+        # AdamW's constructor calls Adam's.
+        if not is_on() or next(base for base in cls.__mro__ if base in CLASSES) is not torchs:
             return
-        reason = _why_not(self)
+        reason = _why_not(self) if cls is torchs else "it derives from torch's class"
         if reason is None:
             self.__class__ = CLASSES[torchs]
             self.take_over()
         else:
-            USAGE.count_fallback(f"torch.optim.{torchs.__name__}", reason)
+            module = "torch.optim" if cls is torchs else cls.__module__
+            USAGE.count_fallback(f"{module}.{cls.__name__}", reason)
 
     return init
 

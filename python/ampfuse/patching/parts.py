@@ -53,6 +53,9 @@ class Part:
                         vars(module)[name] = new  # setattr would ask the module
             elif vars(cls)[name] is old:
                 setattr(cls, name, new)
+            elif self._is_bound:
+                reason = f"the program has put another {name} into the class"
+                self.usage.count_fallback(f"{cls.__module__}.{cls.__qualname__}", reason)
 
 
 def _parts() -> list[Part]:

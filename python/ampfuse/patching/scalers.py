@@ -1,5 +1,6 @@
 """Replaces `torch.amp.GradScaler` and its older names."""
 
+import inspect
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
@@ -48,6 +49,7 @@ class Recording:
 RECORDING = Recording()
 
 original = torch.amp.grad_scaler.GradScaler.__init__
+SIGNATURE = inspect.signature(original)
 
 
 def constructor(is_on: Callable[[], bool]) -> Any:
@@ -56,10 +58,14 @@ def constructor(is_on: Callable[[], bool]) -> Any:
     @wraps(original)
     def init(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
         cls = type(self)
-        if cls not in CLASSES or not is_on():  # a derived class may use torch's internals
+        if cls not in CLASSES or not is_on():
             original(self, device, *args, **kwargs)
+            if is_on() and not issubclass(cls, GradScaler):  # it may use torch's internals
+                name = f"{cls.__module__}.{cls.__qualname__}"
+                USAGE.count_fallback(name, "it derives from torch's class")
             return
         try:
+            SIGNATURE.bind(self, device, *args, **kwargs)
             if torch.cuda.is_available() and not is_served(torch.device(device)):
                 raise ValueError(f"it is for {device}")
             self.__class__ = CLASSES[cls]

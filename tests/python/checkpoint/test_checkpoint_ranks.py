@@ -1,5 +1,8 @@
 """Two ranks save models whole or in pieces, and any number of processes load them."""
 
+from collections import defaultdict
+from pathlib import Path
+
 import ampfuse.checkpoint as checkpoint
 import pytest
 import torch
@@ -104,6 +107,22 @@ def test_two_ranks_load_what_was_saved_whole(kind):
     loaded = [*whole(sharded.tensors()), *grads_of(sharded.model)]
     sharded.run(2)
     assert same(loaded, [*one.tensors(), *grads_of(one.model)])
+
+
+@on_ranks(scenario, "two kinds")
+def test_states_that_pickle_refuses_are_saved_as_by_one_rank(kind):
+    """Save a state that cannot be pickled, and a view of a large tensor."""
+    rank, folder = dist.get_rank(), shared_folder()
+    view = torch.zeros(10_000_000)[rank : rank + 1]
+    counts = {"a": 1} if rank == 0 else defaultdict(lambda: 0, a=1)
+    saved = Stateful({"own": defaultdict(lambda: 0, rank=rank), "view": view, "same": counts})
+    checkpoint.save(folder, step=1, model=nn.Linear(1, 1), holder=saved)
+    size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+    assert size < 100_000
+    loaded = Stateful()
+    checkpoint.load(folder, holder=loaded, model=nn.Linear(1, 1))
+    assert loaded.state["own"] == {"rank": rank}
+    assert torch.equal(loaded.state["view"], torch.zeros(1))
 
 
 PLACED = ("rows", "columns", "channels last", "tied", "a matrix without rows")

@@ -103,6 +103,12 @@ def test_sparse_tensors_and_none_are_refused_by_name(batch, device, name):
         check_refused(batch, f"{name}: expected a Tensor, got None", TypeError, **{name: None})
 
 
+def test_missing_weight_is_refused_by_name_also_with_a_process_group(batch):
+    for options in ({}, {"process_group": "a group"}):
+        with pytest.raises(TypeError, match="weight: expected a Tensor, got None"):
+            ampfuse.linear_cross_entropy(torch.ones(1, 2), None, torch.tensor([0]), **options)
+
+
 def test_process_groups_that_are_none_are_refused(batch):
     with pytest.raises(ValueError, match="group: expected the name of a process group"):
         torch.ops.ampfuse.linear_cross_entropy(

@@ -43,6 +43,19 @@ def test_operator_writes_what_it_writes_by_torch_ops(op, make):
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [{"growth_interval": 2**70}, {"growth_interval": -(2**70)}, {"hysteresis_refill": "\udc80"}],
+)
+def test_numbers_and_texts_that_c_lacks_raise_what_torch_ops_raises(option):
+    args, options = scale_arguments()
+    with pytest.raises(Exception) as torchs:  # noqa: PT011 (compared below)
+        UPDATE(*args, **{**options, **option})
+    with pytest.raises(torchs.type) as ours:
+        _C.OperatorCall(UPDATE)(*args, **{**options, **option})
+    assert str(ours.value) == str(torchs.value)
+
+
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.float64}, {"ord": 1.0, "dtype": None}])
 def test_operator_returns_the_tensors_that_it_returns_by_torch_ops(options):
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor(float("nan"))]
@@ -63,6 +76,7 @@ def test_operator_returns_the_tensors_that_it_returns_by_torch_ops(options):
         ((torch.ones(1),), {"dtype": "float64"}),
         ((None,), {}),
         (([torch.ones(1)], "2"), {}),
+        (([torch.ones(1)], 2**70), {}),
     ],
 )
 def test_arguments_that_do_not_fit_raise_what_torch_ops_raises(args, options):

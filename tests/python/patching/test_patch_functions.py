@@ -10,6 +10,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter, functional
+from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
 USAGE = PARTS["cross_entropy"].usage
@@ -149,6 +150,24 @@ def test_loss_of_a_tensor_subclass_keeps_the_class(device):
     assert_close(loss.as_subclass(torch.Tensor), torchs(logits.detach(), target))
 
 
+class Seen(TorchFunctionMode):
+    """A mode that records the called functions."""
+
+    functions = ()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.functions += (func,)
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_function_modes_see_torchs_loss(device):
+    logits, target = batch(device)
+    with Seen() as seen:
+        loss = functional.cross_entropy(logits, target)
+    assert functional.cross_entropy in seen.functions
+    assert_close(loss, torchs(logits, target))
+
+
 def test_patched_loss_is_used_under_a_default_device(device):
     logits, target = batch(device)
     with torch.device(device):
@@ -275,7 +294,9 @@ def test_patched_clipping_is_served_by_ampfuse_and_matches_torch(device):
     assert PARTS["clip_grad_norm"].usage.uses == 2
 
 
-def test_non_finite_norm_raises_as_in_torch():
+def test_empty_generator_warns_and_non_finite_norm_raises_as_in_torch():
+    with pytest.warns(UserWarning, match="empty generator"):
+        torch.nn.utils.clip_grad_norm_((p for p in ()), 1.0)
     p = Parameter(torch.ones(1))
     p.grad = torch.tensor([float("inf")])
     with pytest.raises(RuntimeError, match="non-finite"):

@@ -140,6 +140,50 @@ def test_unsupported_optimizer_is_left_to_torch_and_the_reason_logged_once(name,
     assert list(USAGE.fallbacks.values()) == [2] * len(cases)
 
 
+def test_class_derived_by_the_program_is_reported_as_left_to_torch(caplog):
+    class Mine(torch.optim.AdamW): ...
+
+    class MyScaler(torch.amp.GradScaler): ...
+
+    assert not isinstance(Mine([parameter()]), ampfuse.AdamW)
+    assert USAGE.fallbacks == {"it derives from torch's class": 1}
+    assert not isinstance(MyScaler("cpu"), ampfuse.GradScaler)
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" is left")[0].rpartition(".")[2] for text in told] == [
+        "Mine",
+        "MyScaler",
+    ]
+
+
+def test_class_whose_constructor_the_program_has_replaced_is_reported(monkeypatch, caplog):
+    ampfuse.unpatch()
+    init = torch.optim.AdamW.__init__
+    monkeypatch.setattr(
+        torch.optim.AdamW, "__init__", lambda self, *args, **options: init(self, *args, **options)
+    )
+    with ampfuse.patched("optimizers"):
+        assert not isinstance(torch.optim.AdamW([parameter()]), ampfuse.AdamW)
+    assert "the program has put another __init__ into the class" in caplog.text
+
+
+def test_text_of_a_patched_optimizer_is_torchs():
+    ours, torchs = torch.optim.AdamW([parameter()]), TORCHS["AdamW"]([parameter()])
+    assert repr(ours) == repr(torchs)
+
+
+def test_patched_scaler_refuses_ampfuses_own_options():
+    with pytest.raises(TypeError, match="min_scale"):
+        torch.amp.GradScaler("cpu", min_scale=1.0)
+
+
+def test_patched_optimizer_inside_zero_refuses_limits(monkeypatch):
+    monkeypatch.setattr("ampfuse.optim.adam.is_called_from", lambda _: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    optimizer = torch.optim.AdamW([{"params": [parameter()], "max_grad_norm": 1.0}])
+    with pytest.raises(ValueError, match="in a ZeroRedundancyOptimizer each rank"):
+        step(optimizer)
+
+
 # --- states -------------------------------------------------------------------------------------
 
 
