@@ -9,18 +9,10 @@ from typing import Any
 from ampfuse._arguments import checked_count
 from ampfuse._random import random_states
 from ampfuse.amp.gate import Gate
+from ampfuse.checkpoint import _ranks
 from ampfuse.checkpoint._errors import required
 from ampfuse.checkpoint._folder import Writing
 from ampfuse.checkpoint._parts import check_parts, is_model, refuse_shards, state_of
-from ampfuse.checkpoint._ranks import (
-    check_same,
-    gathered,
-    get_from_rank_0,
-    merge,
-    pack,
-    rank_and_size,
-    run_on_all_ranks,
-)
 from ampfuse.checkpoint._tree import Encoder
 from ampfuse.checkpoint._write import Written, joined, leave_note, note_of, write_files, writing
 
@@ -136,7 +128,7 @@ def save(
     check_parts(objects, "save")
     for module in ("safetensors.torch", "xxhash"):
         required(module)
-    folder, (rank, size) = Path(path).absolute(), rank_and_size()
+    folder, (rank, size) = Path(path).absolute(), _ranks.rank_and_size()
     encode = Encoder()
     content = {
         "step": step,
@@ -148,7 +140,7 @@ def save(
         if (encode.shards[name].is_first if name in encode.shards else rank == 0)
     }
     if background:
-        tensors = run_on_all_ranks(
+        tensors = _ranks.run_on_all_ranks(
             lambda: {name: one.to("cpu", copy=True) for name, one in tensors.items()}
         )
     opened: list[Writing] = []  # on rank 0, until it is finished or a thread finishes it
@@ -178,11 +170,11 @@ def save(
             leave_note(unfinished, rank, write)
 
     try:
-        path, unfinished = get_from_rank_0(begin)
+        path, unfinished = _ranks.get_from_rank_0(begin)
         saving = Saving(path)
         if not background:
-            parts = gathered(run_on_all_ranks(write))
-            get_from_rank_0(lambda: finish(opened[0], parts))
+            parts = _ranks.gathered(_ranks.run_on_all_ranks(write))
+            _ranks.get_from_rank_0(lambda: finish(opened[0], parts))
         elif rank == 0:
             (checkpoint,) = opened
             saving._start(lambda: write_all(checkpoint))
@@ -201,7 +193,7 @@ def _encoded(
 ) -> dict[str, Any]:
     """Encode all that is saved. Only the result on rank 0 is used."""
 
-    is_alone = rank_and_size()[1] == 1
+    is_alone = _ranks.rank_and_size()[1] == 1
 
     def encode_this_rank() -> tuple[dict[str, Any], dict[str, Any], bytes]:
         shared, own = {}, {}
@@ -220,10 +212,10 @@ def _encoded(
         refuse_shards(values, "values")
         # They come last, so that tensors of models that are in them keep their names.
         shared["values"] = encode(values, "values")
-        return shared, own, b"" if is_alone else pack(own)
+        return shared, own, b"" if is_alone else _ranks.pack(own)
 
-    shared, own, packed = run_on_all_ranks(encode_this_rank)
-    check_same(encode, [*shared, *own])
+    shared, own, packed = _ranks.run_on_all_ranks(encode_this_rank)
+    _ranks.check_same(encode, [*shared, *own])
     if is_alone:
         return shared | {name: encode(state, name) for name, state in own.items()}
-    return shared | merge(encode, packed)
+    return shared | _ranks.merge(encode, packed)

@@ -8,15 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse.gradients import norms
 from ampfuse.gradients.devices import largest, move_to
-from ampfuse.gradients.norms import (
-    Inspected,
-    device_of,
-    found_by_any,
-    inspect,
-    reduced,
-    spread_shardings,
-)
 from ampfuse.gradients.shards import is_distributed
 from ampfuse.gradients.signals import Signals
 from ampfuse.optim._columns import Columns
@@ -82,19 +75,19 @@ def group_clips(
             (total_norm,) = signals.norms.values()
             return [Clip(total_norm, shared_limit, grad_norm)] * len(groups), signals.found_inf
 
-    def inspected_by_all(inspected_groups: list[int]) -> Inspected:
+    def inspected_by_all(inspected_groups: list[int]) -> norms.Inspected:
         are_known = len(inspected_groups) == len(groups) and not check
-        inspected = inspect(
+        inspected = norms.inspect(
             [one for index in inspected_groups for one in columns[index]],
             (signals.norms or {}) if are_known else {},
-            spread_shardings(
+            norms.spread_shardings(
                 [param for index in inspected_groups for param in groups[index]["params"]]
             ),
             signals.backward_norms,
         )
         if process_group is None:
             return inspected
-        return reduced(inspected.to(device_of(groups, process_group)), process_group)
+        return norms.reduced(inspected.to(norms.device_of(groups, process_group)), process_group)
 
     clips: list[Clip | None] = [None] * len(groups)
     flags = []
@@ -117,5 +110,5 @@ def group_clips(
     if check:
         return clips, largest(flags)
     if signals.found_inf is not None and process_group is not None:
-        return clips, found_by_any(signals.found_inf, process_group)
+        return clips, norms.found_by_any(signals.found_inf, process_group)
     return clips, signals.found_inf

@@ -11,17 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse.gradients.shards import is_dtensor, local
+from ampfuse.optim import _state
 from ampfuse.optim._callers import DCP, is_called_from
 from ampfuse.optim._remainders import exported
-from ampfuse.optim._state import (
-    Spares,
-    convert_master,
-    converted,
-    include_writes_in_state,
-    master_dtype,
-    moment_dtype,
-    renew_master,
-)
 from ampfuse.optim.options import (
     MOMENTS,
     NEEDED,
@@ -75,7 +67,7 @@ def export(optimizer: Any, saved: dict[str, Any]) -> None:
         for param, key in zip(group["params"], saved_group["params"], strict=True):
             if key in saved["state"]:
                 saved["state"][key] = exported(
-                    param, include_writes_in_state(param, saved["state"][key])
+                    param, _state.include_writes_in_state(param, saved["state"][key])
                 )
 
 
@@ -124,7 +116,7 @@ def new_states(
 
 def _new_state(saved: dict[str, Any], param: Tensor, options: StateOptions) -> NewState:
     """Create state in the dtypes of the group's options; torch would use the parameter's dtype."""
-    of_master = master_dtype(param, options)
+    of_master = _state.master_dtype(param, options)
     entries: dict[str, Any] = {}
     of_param = None
     for name, value in saved.items():
@@ -132,9 +124,9 @@ def _new_state(saved: dict[str, Any], param: Tensor, options: StateOptions) -> N
             step = torch.as_tensor(value, dtype=torch.float32, device=param.device)
             entries[name] = step.reshape(()).clone()
         elif name in MOMENTS:
-            entries[name] = converted(value, param, moment_dtype(param, options))
+            entries[name] = _state.converted(value, param, _state.moment_dtype(param, options))
         elif name == "master_param":
-            master, of_param = convert_master(value, param, of_master)
+            master, of_param = _state.convert_master(value, param, of_master)
             if master is not None:
                 entries[name] = master
         else:
@@ -148,7 +140,7 @@ def put_states(
     new: dict[Tensor, NewState],
     unowned_states: dict[Any, Any],
     in_place: bool,
-) -> Spares:
+) -> _state.Spares:
     """Replace the present states by new ones; `unowned_states` are states of no parameter.
 
     With `in_place`, values are copied to the present tensors. Otherwise the tensors are replaced,
@@ -158,7 +150,7 @@ def put_states(
     captured graph may take the next step, and again at the next eager step, since the model may be
     loaded after the optimizer.
     """
-    spares: Spares = {}
+    spares: _state.Spares = {}
     for key in [key for key in state if key not in new]:
         del state[key]
     state.update(unowned_states)
@@ -167,7 +159,7 @@ def put_states(
             master = _put_in_place(state[param], entries)
             if master is not None and has_master:
                 state[param]["master_param"] = master
-                renew_master(state[param], param)
+                _state.renew_master(state[param], param)
                 spares[param] = state[param].pop("master_param")
         else:
             state[param] = entries

@@ -20,9 +20,8 @@ from ampfuse.tools.precision.trial import Program
 USAGE = """python -m ampfuse advise [options] script.py [arguments of the script]
        python -m ampfuse advise [options] -m module [arguments of the module]"""
 EPILOG = """The script runs several times until its optimizer has taken these steps: in
-float32, and in bfloat16 and float16 by autocast. This takes six to twelve times as
-long as the script takes for these steps. torch.save writes to a temporary folder;
-other files that the script writes are written each time.
+float32, and in bfloat16 and float16 by autocast. torch.save writes to a temporary
+folder; other files that the script writes are written each time.
 
 examples:
   python -m ampfuse advise train.py --model large

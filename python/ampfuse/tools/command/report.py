@@ -100,17 +100,14 @@ def _hints(scaler: dict[str, Any]) -> Iterable[str]:
             f"learning rate; {report}"
         )
     elif len(pairs) >= UPDATES_TO_JUDGE and len(grown) > MANY_SKIPS * len(pairs):
-        skips = f"{len(grown)} of the last {len(pairs)} steps were skipped"
-        if sum(grown) > len(grown) / 2:
-            yield (
-                f"{skips}, most of them after the scale had grown, so it grows too often: use "
-                "GradScaler(growth_interval=2000), or more."
-            )
-        else:
-            yield (
-                f"{skips}, at scales that were not too high for other steps: some batches have "
-                f"gradients that are not finite. {report}"
-            )
+        reason = (
+            "most of them after the scale had grown, so it grows too often: use "
+            "GradScaler(growth_interval=2000), or more."
+            if sum(grown) > len(grown) / 2
+            else "at scales that were not too high for other steps: some batches have gradients "
+            f"that are not finite. {report}"
+        )
+        yield f"{len(grown)} of the last {len(pairs)} steps were skipped, {reason}"
 
 
 def _peak_memory() -> dict[str, int]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ampfuse._nested import params_of
 from ampfuse._texts import drop_numbers, size_text
-from ampfuse.tools.memory.record import ACTIVATIONS, KINDS, Record
+from ampfuse.tools.memory.record import KINDS, Kind, Record
 from ampfuse.tools.memory.recorder import Recorder
 from ampfuse.tools.memory.restoring import restore_optimizer, unchanged
 from ampfuse.tools.memory.what_if import CHANGES
@@ -179,7 +179,7 @@ def account_of(record: Record) -> Account:
     peak, at, kinds = _find_peak(record)
     modules: Counter[str] = Counter()
     for one in record.live_at(at):
-        if record.kind_of(one) == ACTIVATIONS:
+        if record.kind_of(one) == Kind.ACTIVATIONS:
             modules[one.module] += one.bytes
     savings = []
     for change in CHANGES:

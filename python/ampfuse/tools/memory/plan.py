@@ -12,21 +12,15 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ampfuse._texts import bytes_of, size_text
+from ampfuse.tools.memory import what_if
 from ampfuse.tools.memory.account import recorded
 from ampfuse.tools.memory.record import Record, is_within
-from ampfuse.tools.memory.what_if import (
-    CHANGES,
-    MASTER_WEIGHTS,
-    REMAINDERS,
-    checkpointed,
-    recomputed,
-)
 
 OPTIMIZER_OPTIONS: dict[str, dict[str, Any]] = {
     "bfloat16 moments": {"state_dtype": torch.bfloat16},
-    REMAINDERS.name: {"master_weights": "remainder"},
+    what_if.REMAINDERS.name: {"master_weights": "remainder"},
 }
-ALLOWED = (MASTER_WEIGHTS.name, *OPTIMIZER_OPTIONS, "linear cross-entropy")
+ALLOWED = (what_if.MASTER_WEIGHTS.name, *OPTIMIZER_OPTIONS, "linear cross-entropy")
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class Plan:
         """Return the plan as text."""
         verdict = "fits into" if self.fits else "does not fit into"
         lines = [f"a peak of {size_text(self.peak)} {verdict} {size_text(self.budget)}"]
-        how = {change.name: change.how for change in CHANGES}
+        how = {change.name: change.how for change in what_if.CHANGES}
         lines += [f"  {name}: {how[name]}" for name in self.changes]
         if self.blocks:
             names = f"{self.blocks[0]} … {self.blocks[-1]}" if self.blocks[1:] else self.blocks[0]
@@ -76,7 +70,7 @@ class Plan:
             if getattr(block.forward, "func", None) is checkpoint:
                 continue  # applied before
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        if {MASTER_WEIGHTS.name, REMAINDERS.name} & set(self.changes):
+        if {what_if.MASTER_WEIGHTS.name, what_if.REMAINDERS.name} & set(self.changes):
             model.to(torch.bfloat16)
         options: dict[str, Any] = {}
         for change in self.changes:
@@ -132,7 +126,7 @@ def plan(
         >>> optimizer = ampfuse.AdamW(model.parameters(), **made.apply(model))
     """
     budget = bytes_of(budget)
-    known = {change.name: change for change in CHANGES if change.name in ALLOWED}
+    known = {change.name: change for change in what_if.CHANGES if change.name in ALLOWED}
     for name in allow:
         if name not in known:
             raise ValueError(f"allow: expected names of {list(known)}, got {name!r}")
@@ -147,7 +141,7 @@ def plan(
             record = changed
             changes.append(name)
     blocks = fewest_blocks(record, budget)
-    peak = replace(record, allocations=checkpointed(record, blocks)).peak()[0]
+    peak = replace(record, allocations=what_if.checkpointed(record, blocks)).peak()[0]
     forward = sum(record.operations.values())
     again = sum(count for name, count in record.operations.items() if is_within(name, blocks))
     return Plan(budget, peak, changes, blocks, again / forward if forward else 0.0)
@@ -160,14 +154,14 @@ def fewest_blocks(record: Record, budget: int) -> list[str]:
         operations = sum(
             count for name, count in record.operations.items() if is_within(name, [block])
         )
-        return sum(one.bytes for one in recomputed(record, block)) / max(operations, 1)
+        return sum(one.bytes for one in what_if.recomputed(record, block)) / max(operations, 1)
 
     # Equal blocks stay in their order: when the first ones are computed again, late in backward,
     # most other activations are freed already.
     order = sorted(record.blocks, key=saved_per_operation, reverse=True)
 
     def peak(count: int) -> int:
-        allocations = checkpointed(record, order[:count])
+        allocations = what_if.checkpointed(record, order[:count])
         return replace(record, allocations=allocations).peak()[0]
 
     if peak(len(order)) >= peak(0):

@@ -8,20 +8,23 @@ import torch
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 
-PARAMETERS = "parameters"
-COPIES = "copies of weights"  # of autocast
-MASTERS = "masters"
-GRADIENTS = "gradients"
-MOMENTS = "moments"
-BUFFERS = "buffers"
-ACTIVATIONS = "activations"  # kept from forward until backward
-LOSS = "loss workspace"
-TEMPORARIES = "temporaries"
-DATA = "data"  # of the program, for example a batch
-KINDS = (
-    *(PARAMETERS, COPIES, MASTERS, GRADIENTS, MOMENTS, BUFFERS),
-    *(ACTIVATIONS, LOSS, TEMPORARIES, DATA),
-)
+
+class Kind:
+    """The categories of allocations."""
+
+    PARAMETERS = "parameters"
+    COPIES = "copies of weights"  # of autocast
+    MASTERS = "masters"
+    GRADIENTS = "gradients"
+    MOMENTS = "moments"
+    BUFFERS = "buffers"
+    ACTIVATIONS = "activations"  # kept from forward until backward
+    LOSS = "loss workspace"
+    TEMPORARIES = "temporaries"
+    DATA = "data"  # of the program, for example a batch
+
+
+KINDS = [kind for name, kind in vars(Kind).items() if name.isupper()]
 
 
 @dataclass
@@ -72,7 +75,7 @@ class Record:
 
     def kind_of(self, one: Allocation) -> str:
         """Return the category of an allocation."""
-        return one.kind or (ACTIVATIONS if self.is_saved(one) else TEMPORARIES)
+        return one.kind or (Kind.ACTIVATIONS if self.is_saved(one) else Kind.TEMPORARIES)
 
     def peak(self) -> tuple[int, int]:
         """Return the most bytes that are live at a time, and the moment."""

@@ -22,23 +22,7 @@ from ampfuse._nested import have_own_operators, params_of, states_of, stored_ten
 from ampfuse.tools.hooks import FirstOptimizer, hook_modules, hook_steps, only_measures, replace
 from ampfuse.tools.memory.as_on_gpu import act_as_on_gpu
 from ampfuse.tools.memory.dry_run import run_dry
-from ampfuse.tools.memory.record import (
-    BACKWARD,
-    BUFFERS,
-    COPIES,
-    DATA,
-    FORWARD,
-    GRADIENTS,
-    LOSS,
-    MASTERS,
-    MOMENTS,
-    PARAMETERS,
-    STEP,
-    TEMPORARIES,
-    Allocation,
-    Record,
-    is_within,
-)
+from ampfuse.tools.memory.record import BACKWARD, FORWARD, STEP, Allocation, Kind, Record, is_within
 
 GPU_MULTIPLE = 512  # torch allocates this many bytes on a GPU, or a multiple of it
 
@@ -108,7 +92,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what was recorded since `begin`."""
         allocations = list(self._all)
         if any(one.is_sent for one in allocations):  # other data is on the host
-            allocations = [one for one in allocations if one.kind != DATA or one.is_sent]
+            allocations = [one for one in allocations if one.kind != Kind.DATA or one.is_sent]
         return Record(
             allocations,
             list(self._phases),
@@ -129,7 +113,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a copy of data that the program moves to a device; other tensors as they are."""
         for one in stored_tensors_in([tensor]):
             allocation = self._seen(one)
-            if allocation.kind == DATA and not allocation.is_sent and not tensor.requires_grad:
+            if allocation.kind == Kind.DATA and not allocation.is_sent and not tensor.requires_grad:
                 tensor = tensor.clone()
                 allocation = self._seen(tensor)
             allocation.is_sent = tensor.numel() > 1  # a scaler moves its numbers, too
@@ -140,8 +124,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, module in model.named_modules():
             self._names[module] = name or type(module).__name__
         self._blocks += blocks_of(model)
-        self.note(PARAMETERS, model.parameters())
-        self.note(BUFFERS, model.buffers())
+        self.note(Kind.PARAMETERS, model.parameters())
+        self.note(Kind.BUFFERS, model.buffers())
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -168,10 +152,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             allocation.phase = self._phases[-1][1]
             allocation.operator = operator.name().partition(".")[0]
             allocation.module = self._stack[-1] if self._stack else ""
-            if operator is torch.ops.aten._to_copy.default and inputs[0].kind == PARAMETERS:
-                allocation.kind = COPIES
+            if operator is torch.ops.aten._to_copy.default and inputs[0].kind == Kind.PARAMETERS:
+                allocation.kind = Kind.COPIES
             elif is_data and allocation.phase == FORWARD:
-                allocation.kind = DATA
+                allocation.kind = Kind.DATA
         self._now += 1
         return results
 
@@ -188,7 +172,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         loss = count_in_loss(operator, args, self._for_gpu)
         size = loss or (0 if self._for_gpu else count_on_cpu(operator, args, results))
         if size:
-            kind = LOSS if loss else TEMPORARIES
+            kind = Kind.LOSS if loss else Kind.TEMPORARIES
             allocation = Allocation(size, torch.Size(), torch.uint8, self._now, kind=kind)
             allocation.died = self._now + 1  # while it is live, the results are allocated
             self._all.append(allocation)
@@ -203,7 +187,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 size = -(-size // GPU_MULTIPLE) * GPU_MULTIPLE
             allocation = Allocation(size, tensor.shape, tensor.dtype, self._now)
             if not is_new:  # it is older, and not the result of an operator
-                allocation.born, allocation.kind = 0, DATA
+                allocation.born, allocation.kind = 0, Kind.DATA
             self._all.append(allocation)
             self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), allocation)
         return self._live[key][1]
@@ -243,10 +227,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.before_first_step(optimizer)
         self._stepping += 1
         params = params_of(optimizer)
-        self.note(PARAMETERS, params)
+        self.note(Kind.PARAMETERS, params)
         for param in stored_tensors_in(params):
             self._seen(param).is_trained = True
-        self.note(GRADIENTS, (param.grad for param in params if param.grad is not None))
+        self.note(Kind.GRADIENTS, (param.grad for param in params if param.grad is not None))
 
     @only_measures
     def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -255,7 +239,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_adam |= "exp_avg_sq" in state
             for name, value in state.items():
                 if isinstance(value, Tensor):
-                    self.note(MASTERS if "master" in name else MOMENTS, [value])
+                    self.note(Kind.MASTERS if "master" in name else Kind.MOMENTS, [value])
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         if self._after_step is not None and self._first.matches(optimizer):
             self._after_step()

@@ -10,19 +10,7 @@ from math import prod
 import torch
 
 from ampfuse import _C
-from ampfuse.tools.memory.record import (
-    BACKWARD,
-    COPIES,
-    FORWARD,
-    GRADIENTS,
-    LOSS,
-    MASTERS,
-    MOMENTS,
-    PARAMETERS,
-    Allocation,
-    Record,
-    is_within,
-)
+from ampfuse.tools.memory.record import BACKWARD, FORWARD, Allocation, Kind, Record, is_within
 
 GPUS = 8  # over which the model is sharded in one of the changes
 # Operators with a result of the logits' shape, by which the logits are found.
@@ -42,26 +30,26 @@ class Change:
 
 def bfloat16_weights(record: Record, master_bytes: int) -> list[Allocation] | None:
     """Return the allocations with a model in bfloat16, and masters of 4 or 2 bytes per weight."""
-    weights = [one for one in record.allocations if _is_float32(one, PARAMETERS)]
+    weights = [one for one in record.allocations if _is_float32(one, Kind.PARAMETERS)]
     if not (weights and record.is_adam):
         return None
     masters = [
-        replace(one, kind=MASTERS, bytes=one.shape.numel() * master_bytes)
+        replace(one, kind=Kind.MASTERS, bytes=one.shape.numel() * master_bytes)
         for one in weights
         if one.is_trained
     ]
     return masters + [
-        _halve(one) if _is_float32(one, PARAMETERS, GRADIENTS, "") else one
+        _halve(one) if _is_float32(one, Kind.PARAMETERS, Kind.GRADIENTS, "") else one
         for one in record.allocations
-        if one.kind not in (COPIES, MASTERS)
+        if one.kind not in (Kind.COPIES, Kind.MASTERS)
     ]
 
 
 def bfloat16_moments(record: Record) -> list[Allocation] | None:
     """Return the allocations with an optimizer that keeps its moments in bfloat16."""
-    if not record.is_adam or not any(_is_float32(one, MOMENTS) for one in record.allocations):
+    if not record.is_adam or not any(_is_float32(one, Kind.MOMENTS) for one in record.allocations):
         return None
-    return [_halve(one) if _is_float32(one, MOMENTS) else one for one in record.allocations]
+    return [_halve(one) if _is_float32(one, Kind.MOMENTS) else one for one in record.allocations]
 
 
 def drop_logits(record: Record) -> list[Allocation] | None:
@@ -71,7 +59,7 @@ def drop_logits(record: Record) -> list[Allocation] | None:
     heads = [
         one
         for one in record.allocations
-        if one.kind == PARAMETERS and len(one.shape) == 2 and one.shape[0] == classes
+        if one.kind == Kind.PARAMETERS and len(one.shape) == 2 and one.shape[0] == classes
     ]
     of_shape = [
         one
@@ -115,9 +103,9 @@ def _linear_loss(record: Record, logits: Allocation, head: Allocation) -> list[A
         on_gpu=record.for_gpu,
     )
     born = logits.born
-    workspace = Allocation(size, logits.shape, logits.dtype, born, born + 1, kind=LOSS)
+    workspace = Allocation(size, logits.shape, logits.dtype, born, born + 1, kind=Kind.LOSS)
     # The weight's gradient is computed in forward, and is an ordinary gradient from backward on.
-    gradient = replace(head, kind=GRADIENTS, born=born, died=record.backward_after(born))
+    gradient = replace(head, kind=Kind.GRADIENTS, born=born, died=record.backward_after(born))
     return [workspace, gradient]
 
 
@@ -162,7 +150,7 @@ def recomputed(record: Record, block: str) -> list[Allocation]:
         if one.phase == FORWARD and is_within(one.module, [block])
         # The results of the block itself stay, and of blocks around it.
         if not one.output_of or one.output_of.startswith(f"{block}.")
-        if one.kind in ("", COPIES) and record.is_saved(one)
+        if one.kind in ("", Kind.COPIES) and record.is_saved(one)
     ]
 
 
@@ -170,7 +158,7 @@ def sharded(record: Record) -> list[Allocation] | None:
     """Return the allocations if each GPU has one part of the model and of its optimizer."""
     return [
         replace(one, bytes=-(-one.bytes // GPUS))
-        if one.kind in (PARAMETERS, MASTERS, GRADIENTS, MOMENTS)
+        if one.kind in (Kind.PARAMETERS, Kind.MASTERS, Kind.GRADIENTS, Kind.MOMENTS)
         else one
         for one in record.allocations
     ]
