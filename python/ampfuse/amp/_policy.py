@@ -65,10 +65,6 @@ class Policy:
         """The options by name. The op and state dicts use the same names."""
         return {name: getattr(self, name) for name in self.__match_args__}
 
-    def updated(self, saved: dict[str, Any]) -> "Policy":
-        """Return a policy with a state dict's options. Options that it lacks stay unchanged."""
-        return Policy(**{name: saved.get(name, value) for name, value in self.options.items()})
-
 
 def torchs_options(
     policy: Policy,

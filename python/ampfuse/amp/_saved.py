@@ -40,7 +40,7 @@ def loaded(
     scale = checked_number("scale", entry("scale"))
     if not 0 <= scale <= _policy.FLOAT32_MAX:
         raise ValueError(f"scale: expected a finite float, at least 0, got {scale}")
-    policy = policy.updated(state)
+    policy = Policy(**{name: state.get(name, value) for name, value in policy.options.items()})
     given = {name: entry(name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
     tracker = checked_count("_growth_tracker", entry("_growth_tracker"), 0, 2**31 - 1)
     torchs = {

@@ -29,10 +29,6 @@ class Gradients:
     are_whole: bool = True
     """False if any parameter is sharded, or a gradient here is a DTensor or sparse."""
 
-    def add(self, device: torch.device, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Add gradients on a device, and their parameters."""
-        self.on.setdefault(device, GradientList(device)).add(params, grads)
-
 
 @dataclass
 class Inspection:
@@ -54,8 +50,8 @@ def gradients_of(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
     for group_index, group in enumerate(groups_of(optimizer)):
         params = list(group["params"])
         ordinary, others = ordinary_grads(params, allow_fp16)
-        for of_device in ordinary:
-            found.add(*of_device)
+        for device, with_grads, grads in ordinary:
+            found.on.setdefault(device, GradientList(device)).add(with_grads, grads)
         if is_distributed():  # all ranks call the collectives, even without gradients
             for param in filter(is_dtensor, params):
                 spread = spread_dimensions(param.placements)
@@ -70,7 +66,7 @@ def gradients_of(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
                     "make the scaler with allow_fp16_grads=True for an optimizer that has masters"
                 )
             grad = dense_part(param)
-            found.add(grad.device, [param], [grad])
+            found.on.setdefault(grad.device, GradientList(grad.device)).add([param], [grad])
             found.are_whole &= grad is param.grad
     found.are_whole &= not found.meshes
     return found

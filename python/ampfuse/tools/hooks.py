@@ -1,4 +1,4 @@
-"""The hooks by which tools follow a program: its steps, its modules, and functions of torch.
+"""The hooks by which tools follow a program: steps, modules, backward, scalers, loaders, saves.
 
 All of them end when an ExitStack closes. Hooks of optimizers only measure: an optimizer may skip
 steps on the device in spite of them. Other hooks could notice that, so the host decides for them.
@@ -9,11 +9,31 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+import torch
 from torch.nn.modules import module as hooks_of_modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_optimizers
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ampfuse import checkpoint
+from ampfuse.amp import GradScaler
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+# The functions that `hook_functions` can replace.
+FUNCTIONS: dict[str, list[tuple[Any, str]]] = {
+    "backward": [(torch.autograd, "backward")],  # all backward passes come to it
+    "scale": [(GradScaler, name) for name in ("unscale_", "step", "update", "clip_grad_norm_")],
+    "make_loader": [(DataLoader, "__init__")],
+    "iterate": [(DataLoader, "__iter__")],
+    "next_batch": [(_BaseDataLoaderIter, "__next__")],
+    "fetch": [(_MapDatasetFetcher, "fetch"), (_IterableDatasetFetcher, "fetch")],
+    "save": [(torch, "save")],
+    "load": [(torch, "load"), *((checkpoint, name) for name in ("load", "latest", "verify"))],
+    "save_checkpoint": [(checkpoint, "save")],
+}
 
 
 def only_measures(hook: Hook) -> Hook:
@@ -51,6 +71,13 @@ class FirstOptimizer:
         if self._reference is None or self._reference() is None:
             self._reference = weakref.ref(optimizer)
         return self._reference() is optimizer
+
+
+def hook_functions(exits: ExitStack, **arounds: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replace functions of FUNCTIONS by what these calls make of them, until `exits` closes."""
+    for kind, around in arounds.items():
+        for owner, name in FUNCTIONS[kind]:
+            replace(exits, owner, name, around(getattr(owner, name)))
 
 
 def replace(exits: ExitStack, owner: Any, name: str, value: Any) -> None:

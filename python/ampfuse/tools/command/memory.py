@@ -19,7 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -27,7 +26,7 @@ from ampfuse import checkpoint
 from ampfuse._texts import bytes_of, size_text
 from ampfuse.tools.command import program
 from ampfuse.tools.command.options import Parser, refuse
-from ampfuse.tools.hooks import replace
+from ampfuse.tools.hooks import hook_functions
 from ampfuse.tools.memory.account import Account, account_of
 from ampfuse.tools.memory.batch import search
 from ampfuse.tools.memory.record import Record
@@ -141,17 +140,19 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
         return result
 
     with ExitStack() as exits:
-        replace(exits, DataLoader, "__init__", init)
-        replace(exits, _BaseDataLoaderIter, "__next__", follow)
+        hook_functions(exits, make_loader=lambda _: init, next_batch=lambda _: follow)
         yield seen
 
 
 @contextmanager
 def nothing_saved() -> Iterator[None]:
     """Make functions that save do nothing: weights have no meaning, and would overwrite others."""
+
+    def save(path: Any, **_: Any) -> checkpoint.Saving:
+        return checkpoint.Saving(Path(path))
+
     with ExitStack() as exits:
-        replace(exits, torch, "save", lambda *_, **__: None)
-        replace(exits, checkpoint, "save", lambda path, **_: checkpoint.Saving(Path(path)))
+        hook_functions(exits, save=lambda _: lambda *_, **__: None, save_checkpoint=lambda _: save)
         yield
 
 

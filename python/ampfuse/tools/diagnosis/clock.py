@@ -10,22 +10,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ampfuse._graphs import eager_only
-from ampfuse.amp import GradScaler
 from ampfuse.tools.diagnosis.loaders import LoaderWatch
 from ampfuse.tools.diagnosis.phases import BACKWARD, OPTIMIZER, SCALER, Listener, Note, NoteReader
-from ampfuse.tools.hooks import FirstOptimizer, hook_steps, only_measures, replace
+from ampfuse.tools.hooks import FirstOptimizer, hook_functions, hook_steps, only_measures
 
-TIMED = (
-    (torch.autograd, "backward", BACKWARD),  # all backward passes come to it
-    *((GradScaler, name, SCALER) for name in ("unscale_", "step", "update", "clip_grad_norm_")),
-)
 MEASURED = 256  # steps; measuring takes some 0.3 ms of a step that fills the caches, later 10 µs
 MOST_NOTES = 1000  # that wait to be read, for example in an evaluation of many batches
 
@@ -46,8 +41,8 @@ class StepClock:
         self._thread = threading.get_ident()
         self._first = FirstOptimizer()
         hook_steps(exits, self._enter_optimizer, self._leave_optimizer)
-        for owner, name, phase in TIMED:
-            replace(exits, owner, name, self._noted(phase, getattr(owner, name)))
+        noted = {"backward": partial(self._noted, BACKWARD), "scale": partial(self._noted, SCALER)}
+        hook_functions(exits, **noted)
         self._loader_exits = exits.enter_context(ExitStack())
         self._loader_watch = LoaderWatch(self._loader_exits, self.note)
         self.loaders = self._loader_watch.loaders

@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data import get_worker_info
 
 from ampfuse.tools.diagnosis.lines import Line, LineSampler
 from ampfuse.tools.diagnosis.phases import INPUT
-from ampfuse.tools.hooks import replace
+from ampfuse.tools.hooks import hook_functions
 from ampfuse.tools.program_lines import Place
 
 SLOT = 4096  # bytes that each worker shares with the program: JSON that ends with a zero
@@ -102,13 +100,8 @@ class LoaderWatch:
         self._started: dict[int, float] = {}  # when iterators that have no batch yet were started
         self._sampler: LineSampler | None = None  # of a worker, in its process
         self._last_published = 0.0
-        for owner, name, timed in (
-            (DataLoader, "__iter__", self._timed_start),
-            (_BaseDataLoaderIter, "__next__", self._timed_next),
-            (_MapDatasetFetcher, "fetch", self._timed_fetch),
-            (_IterableDatasetFetcher, "fetch", self._timed_fetch),
-        ):
-            replace(exits, owner, name, timed(getattr(owner, name)))
+        timed = {"iterate": self._timed_start, "next_batch": self._timed_next}
+        hook_functions(exits, **timed, fetch=self._timed_fetch)
 
     def note_training(self, iterators: Iterable[int]) -> None:
         """Note that a backward has followed batches of these iterators."""

@@ -7,16 +7,15 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from ampfuse import checkpoint
 from ampfuse.patching import patch
 from ampfuse.tools.command.program import NoProgramError, run
-from ampfuse.tools.hooks import replace
+from ampfuse.tools.hooks import hook_functions
 from ampfuse.tools.precision.trial import Program, Trial
 from ampfuse.tools.program_lines import file_name, is_of_program
 
@@ -67,7 +66,7 @@ def keep_saved_files_apart(exits: ExitStack, folder: Path) -> None:
     """
     moved: dict[str, Path] = {}
 
-    def move(function: Callable[..., Any], writes: bool) -> Callable[..., Any]:
+    def move(function: Callable[..., Any], writes: bool = False) -> Callable[..., Any]:
         signature = inspect.signature(function)
 
         @wraps(function)
@@ -84,10 +83,8 @@ def keep_saved_files_apart(exits: ExitStack, folder: Path) -> None:
 
         return run_there
 
-    replaced = {torch: ("save", "load"), checkpoint: ("save", "load", "latest", "verify")}
-    for owner, names in replaced.items():
-        for name in names:
-            replace(exits, owner, name, move(getattr(owner, name), writes=name == "save"))
+    save = partial(move, writes=True)
+    hook_functions(exits, save=save, load=move, save_checkpoint=save)
 
 
 def how_it_failed(error: BaseException | None) -> str | None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ampfuse._graphs import compiled_graphs, is_capturing, is_in_backward, uses_gpu
 from ampfuse._nested import params_of, stored_tensors_in
-from ampfuse.tools.hooks import FirstOptimizer, hook_steps, only_measures, replace
+from ampfuse.tools.hooks import FirstOptimizer, hook_functions, hook_steps, only_measures, replace
 from ampfuse.tools.memory.as_on_gpu import remove_dropout
 from ampfuse.tools.precision.forcing import Forcing
 from ampfuse.tools.precision.modules import Modules
@@ -71,7 +71,7 @@ class Trial:
         # Attention draws other random numbers in each implementation, and so in each precision.
         attention = remove_dropout(functional.scaled_dot_product_attention)
         replace(self._analysis, functional, "scaled_dot_product_attention", attention)
-        replace(exits, torch.autograd, "backward", self._measured(torch.autograd.backward))
+        hook_functions(exits, backward=self._measured)
         hook_steps(exits, self._enter_optimizer, self._leave_optimizer)
 
     def outcome(self, failure: str | None) -> Outcome:
