@@ -98,20 +98,18 @@ def is_in_backward() -> bool:
     return backward_pass() >= 0
 
 
+def _stream_captures() -> bool:
+    return uses_gpu() and torch.cuda.is_current_stream_capturing()
+
+
 def is_capturing() -> bool:
     """Return True if a CUDA graph is being captured on the current stream."""
-    return (
-        not torch.compiler.is_compiling()
-        and uses_gpu()
-        and torch.cuda.is_current_stream_capturing()
-    )
+    return not torch.compiler.is_compiling() and _stream_captures()
 
 
 def is_in_graph() -> bool:
     """Return True if the code is being traced or captured, and so may run again without Python."""
-    return torch.compiler.is_compiling() or (
-        uses_gpu() and torch.cuda.is_current_stream_capturing()
-    )
+    return torch.compiler.is_compiling() or _stream_captures()
 
 
 def _traced_groups_of(optimizer: Any) -> list[dict[str, Any]]:

@@ -130,9 +130,8 @@ def multi_tensor_unscale_norm(
         tensor(5.)
     """
     try:
-        return UnscaledNorm(
-            *_multi_tensor_unscale_norm(tensors, found_inf, inv_scale, ord, dtype=dtype)
-        )
+        norms = _multi_tensor_unscale_norm(tensors, found_inf, inv_scale, ord, dtype=dtype)
+        return UnscaledNorm(*norms)
     except RuntimeError as error:
         explain("multi_tensor_unscale_norm", error, tensors=tensors)
 

@@ -114,11 +114,14 @@ def pack(states: dict[str, Any]) -> bytes:
 
 
 def merge(encode: Encoder, packed: bytes) -> dict[str, Any]:
-    """Encode the packed states of all ranks for one checkpoint, on rank 0.
+    """Encode the packed states of all ranks on rank 0; return nothing on other ranks.
 
     A state that is the same on all ranks is stored once.
     """
-    of_ranks = [torch.load(BytesIO(data), map_location="cpu") for data in gathered(packed)]
+    received = gathered(packed)
+    if rank_and_size()[0] != 0:
+        return {}
+    of_ranks = [torch.load(BytesIO(data), map_location="cpu") for data in received]
     result = {}
     for name in of_ranks[0]:
         parts = [states[name] for states in of_ranks]

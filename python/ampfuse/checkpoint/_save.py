@@ -192,7 +192,6 @@ def _encoded(
     encode: Encoder, objects: dict[str, Any], values: Any, *, rng: bool, gradients: bool
 ) -> dict[str, Any]:
     """Encode all that is saved. Only the result on rank 0 is used."""
-
     is_alone = _ranks.rank_and_size()[1] == 1
 
     def encode_this_rank() -> tuple[dict[str, Any], dict[str, Any], bytes]:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from ampfuse import ops
 from ampfuse._arguments import described
@@ -59,7 +58,7 @@ class BackwardNorms:
     @staticmethod
     def find(optimizer: Any) -> "BackwardNorms | None":
         """Return the norms that are computed for an optimizer. Graphs compute their own."""
-        if is_compiling() or not _OF_OPTIMIZERS or is_capturing():
+        if torch.compiler.is_compiling() or not _OF_OPTIMIZERS or is_capturing():
             return None
         return _OF_OPTIMIZERS.get(optimizer)
 

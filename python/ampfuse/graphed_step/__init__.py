@@ -124,9 +124,7 @@ class GraphedStep:
         self._device = _device_of(self._sample)
         self._micro_batches = _checked_split(micro_batches, self._sample)
         given = [group["lr"] for group in optimizer.param_groups]
-        self._learning_rates = [
-            torch.as_tensor(lr, dtype=torch.float64).to(self._device, copy=True) for lr in given
-        ]
+        self._learning_rates = [_own_rate(lr, given, self._device) for lr in given]
         # The loss may be a module too, with buffers and a training mode of its own.
         self._roots = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
         self._modules = [module for root in self._roots for module in root.modules()]
@@ -273,9 +271,10 @@ class GraphedStep:
             context = torch.autocast(self._device.type, self.autocast)
         with context:
             loss = self.loss_fn(self.model(*batch[:-1]), batch[-1])
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _name_of(type(loss))
-            raise TypeError(f"loss_fn: expected it to return one number in a tensor, got {got}")
+        wanted = "it to return one number in a tensor"
+        _expect("loss_fn", loss, Tensor, wanted)
+        if loss.numel() != 1:
+            raise TypeError(f"loss_fn: expected {wanted}, got shape {tuple(loss.shape)}")
         return loss
 
     # --- capture --------------------------------------------------------------------------------
@@ -312,13 +311,19 @@ class GraphedStep:
         self._graph = graph
 
 
-def _name_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+def _own_rate(lr: float | Tensor, rates: list[Any], device: torch.device) -> Tensor:
+    """Return a group's rate as a tensor on the device, a copy unless the group alone has it."""
+    is_there = isinstance(lr, Tensor) and lr.device == device and lr.is_floating_point()
+    if is_there and sum(lr is other for other in rates) == 1:
+        return lr  # type: ignore[return-value]
+    dtype = lr.dtype if is_there else torch.float64  # type: ignore[union-attr]
+    return torch.as_tensor(lr, dtype=dtype).to(device, copy=True)
 
 
 def _expect(name: str, value: Any, kind: type, described: str) -> None:
     if not isinstance(value, kind):
-        raise TypeError(f"{name}: expected {described}, got {_name_of(type(value))}")
+        found = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise TypeError(f"{name}: expected {described}, got {found}")
 
 
 def _device_of(sample: list[Tensor]) -> torch.device:

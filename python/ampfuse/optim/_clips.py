@@ -77,12 +77,11 @@ def group_clips(
 
     def inspected_by_all(inspected_groups: list[int]) -> norms.Inspected:
         are_known = len(inspected_groups) == len(groups) and not check
+        params = [param for index in inspected_groups for param in groups[index]["params"]]
         inspected = norms.inspect(
             [one for index in inspected_groups for one in columns[index]],
             (signals.norms or {}) if are_known else {},
-            norms.spread_shardings(
-                [param for index in inspected_groups for param in groups[index]["params"]]
-            ),
+            norms.spread_shardings(params),
             signals.backward_norms,
         )
         if process_group is None:

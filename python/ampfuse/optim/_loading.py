@@ -66,9 +66,8 @@ def export(optimizer: Any, saved: dict[str, Any]) -> None:
             saved_group["lr"] = saved_group["lr"].clone()
         for param, key in zip(group["params"], saved_group["params"], strict=True):
             if key in saved["state"]:
-                saved["state"][key] = exported(
-                    param, _state.include_writes_in_state(param, saved["state"][key])
-                )
+                state = _state.include_writes_in_state(param, saved["state"][key])
+                saved["state"][key] = exported(param, state)
 
 
 Owner = tuple[Tensor, dict[str, Any], int]  # a parameter, its group and its index there
@@ -138,10 +137,10 @@ def _new_state(saved: dict[str, Any], param: Tensor, options: StateOptions) -> N
 def put_states(
     state: dict[Any, dict[str, Any]],
     new: dict[Tensor, NewState],
-    unowned_states: dict[Any, Any],
+    others: dict[Any, Any],
     in_place: bool,
 ) -> _state.Spares:
-    """Replace the present states by new ones; `unowned_states` are states of no parameter.
+    """Replace the present states by new ones; `others` are states of no parameter.
 
     With `in_place`, values are copied to the present tensors. Otherwise the tensors are replaced,
     so that state dicts taken before keep the old ones, as in torch.
@@ -153,7 +152,7 @@ def put_states(
     spares: _state.Spares = {}
     for key in [key for key in state if key not in new]:
         del state[key]
-    state.update(unowned_states)
+    state.update(others)
     for param, (entries, of_param, has_master) in new.items():
         if in_place:
             master = _put_in_place(state[param], entries)

@@ -192,9 +192,9 @@ class Adam(torch.optim.Adam):
         if loading is not None:
             if is_called_from(DCP):  # masters may have stayed, if its checkpoint had none
                 self._written.compare()
-            unowned_states = _loading.unowned_states(self.param_groups, loading)
+            others = _loading.unowned_states(self.param_groups, loading)
             self._spare_masters = _loading.put_states(
-                self.state, states, unowned_states, in_place=self._is_in_graphs
+                self.state, states, others, in_place=self._is_in_graphs
             )
 
     @torch.no_grad()

@@ -294,7 +294,7 @@ def test_write_is_noticed_by_a_step_that_is_checked_before(device):
         if count == 2:
             with torch.no_grad():
                 params[0][5] = 7
-            optimizer.state["other"] = {}  # so everything is checked anew
+            optimizer.state["other"] = {}  # so everything is checked again
             with pytest.warns(UserWarning, match="parameters were written by code other than"):
                 optimizer.step()
         else:

@@ -134,9 +134,9 @@ def test_unsupported_optimizer_is_left_to_torch_and_the_reason_logged_once(name,
     for optimizer in cases.values():
         assert type(optimizer) is cls
     for reason in cases:
-        told = [r.getMessage() for r in caplog.records if reason in r.getMessage()]
-        assert len(told) == 1
-        assert told[0].startswith(f"torch.optim.{name} is left to torch: {reason}")
+        messages = [r.getMessage() for r in caplog.records if reason in r.getMessage()]
+        assert len(messages) == 1
+        assert messages[0].startswith(f"torch.optim.{name} is left to torch: {reason}")
     assert list(USAGE.fallbacks.values()) == [2] * len(cases)
 
 
@@ -148,8 +148,8 @@ def test_class_derived_by_the_program_is_reported_as_left_to_torch(caplog):
     assert not isinstance(Mine([parameter()]), ampfuse.AdamW)
     assert USAGE.fallbacks == {"it derives from torch's class": 1}
     assert not isinstance(MyScaler("cpu"), ampfuse.GradScaler)
-    told = [record.getMessage() for record in caplog.records]
-    assert [text.partition(" is left")[0].rpartition(".")[2] for text in told] == [
+    messages = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" is left")[0].rpartition(".")[2] for text in messages] == [
         "Mine",
         "MyScaler",
     ]

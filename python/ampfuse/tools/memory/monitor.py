@@ -33,7 +33,7 @@ class Sample(NamedTuple):
     host: int
     """The physical memory of the process."""
     allocated: int
-    """Memory of torch's tensors on the GPU."""
+    """The memory of torch's tensors on the GPU."""
 
 
 class Monitor:
@@ -62,7 +62,7 @@ class Monitor:
         self.samples: list[Sample] = []
         """The memory after steps. If there are many, only every second, fourth, … older one."""
         self.suspects: list[Suspect] = []
-        """What holds the memory that grows."""
+        """The lines and containers that hold the memory that grows."""
         self._has_looked = False
         self._look: Look | None = None
         self._next_sample = 0.0

@@ -94,7 +94,7 @@ class Outcome:
     own_dtype: str = ""
     """The dtype that the program gives to autocast, if it uses autocast."""
     dtypes: list[str] = field(default_factory=list)
-    """Of the program's parameters."""
+    """The dtypes of the program's parameters."""
     is_compiled: bool = False
     roots: list[str] = field(default_factory=list)
     """The classes of the outermost modules."""

@@ -38,7 +38,7 @@ class Program:
     is_module: bool
     steps: int
     backwards: float = math.inf
-    """As many as steps have in float32. Programs may skip steps whose loss is not finite."""
+    """The number in float32. Programs may skip steps whose loss is not finite."""
     slowest: float = math.inf
     """The time of a step in milliseconds, after a few steps that take more."""
     precision: Precision = FLOAT32
