@@ -155,7 +155,15 @@ def _total_norm(
     elif not tensors:
         total_norm = torch.tensor(0.0)
     elif _is_ours(tensors, norm_type):
-        total_norm = _norm_of_list(tensors, norm_type)
+        try:
+            total_norm = _norm_of_list(tensors, norm_type)
+        except ValueError as error:
+            if all(tensor.layout == torch.strided for tensor in tensors):
+                raise
+            try:
+                total_norm = torch_get_total_norm(tensors, norm_type)
+            except NotImplementedError:  # torch 2.11 has no norm of sparse tensors, 2.15 has one
+                raise error from None
     else:
         total_norm = torch_get_total_norm(tensors, norm_type, foreach=foreach)
     if error_if_nonfinite and not torch.isfinite(total_norm):
