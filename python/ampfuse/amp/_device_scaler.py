@@ -65,12 +65,18 @@ class DeviceScaler(TorchGradScaler):
     def _step(
         self,
         optimizer: Optimizer,
-        state: dict[str, Any],
         takes_tensors: bool,
         args: Any,
         kwargs: Any,
     ) -> Any:
         """Step an optimizer that may take scale and flag as tensors, but not the scaler."""
+        self._check_scale_growth_tracker("step")
+        state = self._state_of(optimizer)
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError(
+                "step() has already been called since the last update(). Is scaler.update() "
+                "missing?"
+            )
         if state["stage"] is OptState.READY:
             if takes_tensors:
                 self._look_for_mistakes(optimizer)
@@ -85,9 +91,9 @@ class DeviceScaler(TorchGradScaler):
                 "gradient. Did you call scaler.scale(loss).backward()? If it is intended, pass "
                 "GradScaler(allow_no_grads=True)"
             )
-        found_inf = self._note_step(optimizer, state)
+        signals = self._note_step(optimizer, state)
         if takes_tensors:
-            result = step_with(optimizer, self._signals(optimizer, state, found_inf), args, kwargs)
+            result = step_with(optimizer, signals, args, kwargs)
         elif has_gradients:
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         else:
@@ -332,8 +338,8 @@ class DeviceScaler(TorchGradScaler):
             assert self._scale is not None
             self._watch.note_limit(scaled_norm, limit, self._scale)
 
-    def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Tensor:
-        """Record and return the flag by which the step is skipped, on the scale's device."""
+    def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Signals:
+        """Record a step; return its signals, whose flag is on the scale's device."""
         assert self._scale is not None
         flags = state["found_inf_per_device"].values()
         if flags:
@@ -344,8 +350,9 @@ class DeviceScaler(TorchGradScaler):
         if norms is not None:
             state["outlier"] = self._outlier(optimizer, norms)
             found_inf = torch.maximum(found_inf, state["outlier"])
+        signals = self._signals(optimizer, state, found_inf)
         self._history.note_step(found_inf, self._inspections.get(id(optimizer)))
-        return found_inf
+        return signals
 
     def _norm_statistics(self, device: torch.device) -> Tensor | None:
         if self.policy.skip_outliers is None:

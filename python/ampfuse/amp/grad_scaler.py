@@ -19,7 +19,7 @@ from ampfuse.amp.gate import Gate
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
 from ampfuse.gradients.inspection import Inspection, norm_for
 from ampfuse.gradients.mistakes import Watch
-from ampfuse.optim.stepping import takes_tensors, wants_the_scaler
+from ampfuse.optim.stepping import takes_scaler, takes_tensors
 
 
 class GradScaler(DeviceScaler):
@@ -206,23 +206,15 @@ class GradScaler(DeviceScaler):
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._check_scale_growth_tracker("step")
-        state = self._state_of(optimizer)
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError(
-                "step() has already been called since the last update(). Is scaler.update() "
-                "missing?"
-            )
-        skips_itself = takes_tensors(optimizer)
-        if skips_itself and wants_the_scaler(optimizer):
+        if takes_scaler(optimizer):
             if self.policy.skip_outliers is not None:
                 raise TypeError(
                     "skip_outliers: expected None for an optimizer whose step takes grad_scaler"
                 )
             result = super().step(optimizer, *args, **kwargs)
-            self._note_step(optimizer, state)
+            self._note_step(optimizer, self._state_of(optimizer))
             return result
-        return self._step(optimizer, state, skips_itself, args, kwargs)
+        return self._step(optimizer, takes_tensors(optimizer), args, kwargs)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Unscale gradients in place, and clip their norm to `max_norm`.

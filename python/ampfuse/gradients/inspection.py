@@ -14,9 +14,9 @@ from ampfuse import _C, ops
 from ampfuse._graphs import groups_of, traced_as
 from ampfuse.gradients.devices import largest, move_to
 from ampfuse.gradients.lists import GradientList, resolve_conjugate_grad
-from ampfuse.gradients.norms import found_by_any, norm_of_shards, rounded
+from ampfuse.gradients.norms import found_by_any, norm_of_shards, rounded, total
 from ampfuse.gradients.shards import is_distributed, is_dtensor, local, spread_dimensions
-from ampfuse.gradients.signals import BackwardNorms, total
+from ampfuse.gradients.signals import BackwardNorms
 
 
 @dataclass
@@ -28,6 +28,12 @@ class Gradients:
     """Mesh dimensions along which some parameters are sharded."""
     are_whole: bool = True
     """False if any parameter is sharded, or a gradient here is a DTensor or sparse."""
+
+    def add(self, device: torch.device, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Add gradients of one device and their parameters."""
+        of_device = self.on.setdefault(device, GradientList(device))
+        of_device.params += params
+        of_device.grads += grads
 
 
 @dataclass
@@ -51,7 +57,7 @@ def gradients_of(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
         params = list(group["params"])
         ordinary, others = ordinary_grads(params, allow_fp16)
         for device, with_grads, grads in ordinary:
-            found.on.setdefault(device, GradientList(device)).add(with_grads, grads)
+            found.add(device, with_grads, grads)
         if is_distributed():  # all ranks call the collectives, even without gradients
             for param in filter(is_dtensor, params):
                 spread = spread_dimensions(param.placements)
@@ -66,7 +72,7 @@ def gradients_of(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
                     "make the scaler with allow_fp16_grads=True for an optimizer that has masters"
                 )
             grad = dense_part(param)
-            found.on.setdefault(grad.device, GradientList(grad.device)).add([param], [grad])
+            found.add(grad.device, [param], [grad])
             found.are_whole &= grad is param.grad
     found.are_whole &= not found.meshes
     return found
@@ -176,7 +182,8 @@ def split_repeats(gradients: GradientList) -> list[GradientList]:
         address = grad.data_ptr()
         if seen[address] == len(found):
             found.append(GradientList(gradients.device))
-        found[seen[address]].add([param], [grad])
+        found[seen[address]].params.append(param)
+        found[seen[address]].grads.append(grad)
         seen[address] += 1
     return found
 

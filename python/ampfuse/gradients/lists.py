@@ -19,11 +19,6 @@ class GradientList:
     grads: list[Tensor] = field(default_factory=list)
     shardings: Sequence[Sharding | None] = ()  # one per gradient; empty if all are plain tensors
 
-    def add(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Add gradients and their parameters."""
-        self.params += params
-        self.grads += grads
-
 
 @eager_only  # the compiler cannot trace is_conj()
 def resolve_conjugate_grad(param: Tensor) -> None:

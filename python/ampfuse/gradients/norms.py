@@ -11,7 +11,7 @@ from ampfuse import ops
 from ampfuse.gradients.devices import largest
 from ampfuse.gradients.lists import GradientList
 from ampfuse.gradients.shards import Sharding, is_distributed, local, sharding_of, spread_dimensions
-from ampfuse.gradients.signals import BackwardNorms, inspected_list
+from ampfuse.gradients.signals import BackwardNorms
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _inspect_list(
     if known is not None:
         inspected = Inspected(known, known.new_zeros((), dtype=torch.float32))
     elif grads:
-        inspected = Inspected(*inspected_list(grads, backward_norms))
+        inspected = inspect_unknown(grads, backward_norms)
     else:
         inspected = _nothing(device)
     if sharding is None:
@@ -116,6 +116,23 @@ def _inspect_list(
     for dimension in spread_dimensions(sharding.placements):
         inspected = reduced(inspected, sharding.mesh.get_group(dimension))
     return inspected
+
+
+def inspect_unknown(grads: list[Tensor], known: BackwardNorms | None) -> Inspected:
+    """Inspect gradients on one device; read only those whose norms are not known."""
+    found, rest = ([], list(range(len(grads)))) if known is None else known.split(grads)
+    results = [record.result for _, record in found]
+    if rest:
+        results.append(ops.multi_tensor_norm([grads[i] for i in rest], dtype=torch.float64))
+    total_norm = total([result.total_norm for result in results])
+    return Inspected(total_norm, largest([result.found_inf for result in results]))
+
+
+def total(norms: list[Tensor]) -> Tensor:
+    """Return the norm of lists of gradients from the norm of each."""
+    if len(norms) == 1:
+        return norms[0]
+    return ops.multi_tensor_norm(norms, dtype=torch.float64).total_norm
 
 
 def _nothing(device: torch.device) -> Inspected:

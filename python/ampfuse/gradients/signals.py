@@ -12,7 +12,7 @@ from torch import Tensor
 from ampfuse import ops
 from ampfuse._arguments import described
 from ampfuse._graphs import is_capturing
-from ampfuse.gradients.devices import largest
+from ampfuse.gradients.mistakes import note_step_without_scaler
 from ampfuse.gradients.shards import local
 
 
@@ -95,23 +95,6 @@ class BackwardNorms:
         return found, sorted(rest)
 
 
-def inspected_list(grads: list[Tensor], known: BackwardNorms | None) -> tuple[Tensor, Tensor]:
-    """Return norm and flag of gradients; read only those whose norms are not known."""
-    found, rest = ([], list(range(len(grads)))) if known is None else known.split(grads)
-    results = [record.result for _, record in found]
-    if rest:
-        results.append(ops.multi_tensor_norm([grads[i] for i in rest], dtype=torch.float64))
-    total_norm = total([result.total_norm for result in results])
-    return total_norm, largest([result.found_inf for result in results])
-
-
-def total(norms: list[Tensor]) -> Tensor:
-    """Return the norm of lists of gradients from the norm of each."""
-    if len(norms) == 1:
-        return norms[0]
-    return ops.multi_tensor_norm(norms, dtype=torch.float64).total_norm
-
-
 _OF_OPTIMIZERS: "weakref.WeakKeyDictionary[Any, BackwardNorms]" = weakref.WeakKeyDictionary()
 
 
@@ -136,6 +119,17 @@ class Signals(NamedTuple):
     """Norms of all gradients on each device, as they are now."""
     backward_norms: BackwardNorms | None = None
     """Norms of some gradients, from the backward pass."""
+
+    @staticmethod
+    def read(optimizer: Any) -> "Signals":
+        """Return the signals for a step: from a scaler, the program, or a backward pass."""
+        given: Signals | None = optimizer._slot.signals
+        if given is not None:
+            return given.add_attributes(optimizer)
+        signals = Signals(backward_norms=BackwardNorms.find(optimizer)).add_attributes(optimizer)
+        if signals.grad_scale is None and signals.found_inf is None:
+            note_step_without_scaler()
+        return signals
 
     def add_attributes(self, optimizer: Any) -> "Signals":
         """Return these signals and those that a program has set as attributes of its optimizer.

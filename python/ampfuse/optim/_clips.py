@@ -50,13 +50,11 @@ def grad_norm_tensor(
 
 
 def group_clips(
+    optimizer: Any,
     groups: list[dict[str, Any]],
     columns: list[list[Columns]],
     limits: list[float | None],
-    shared_limit: float | None,
-    grad_norm: Tensor | None,
     signals: Signals,
-    process_group: Any,
 ) -> tuple[list[Clip | None], Tensor | None]:
     """Return how each group is clipped, and the flag by which the step is skipped, or None.
 
@@ -65,7 +63,8 @@ def group_clips(
     group without gradients calls the same collectives as one with gradients, since other ranks may
     have some.
     """
-    grad_scale = signals.grad_scale
+    shared_limit, grad_norm = optimizer.max_grad_norm, optimizer._grad_norm
+    process_group, grad_scale = optimizer.process_group, signals.grad_scale
     check = grad_scale is not None and signals.found_inf is None
     has_own_limits = any(limit is not None for limit in limits)
     if not (check or has_own_limits or is_distributed()):  # the usual case

@@ -11,10 +11,9 @@ from torch import Tensor
 from ampfuse import ops
 from ampfuse._graphs import eager_only, groups_of, is_capturing, traced_as
 from ampfuse.gradients.devices import move_to
-from ampfuse.gradients.mistakes import note_step_without_scaler
-from ampfuse.gradients.signals import BackwardNorms, Signals
+from ampfuse.gradients.signals import Signals
 from ampfuse.optim import options
-from ampfuse.optim._clips import Clip, grad_norm_tensor, group_clips
+from ampfuse.optim._clips import grad_norm_tensor, group_clips
 from ampfuse.optim._columns import Columns, describe_parameter, op_options
 from ampfuse.optim._traced import traced_columns
 
@@ -25,20 +24,13 @@ def take_step(optimizer: Any) -> None:
     limits = options.limits_of(groups, optimizer._own_options)
     if optimizer._is_in_zero and optimizer.process_group is None:
         refuse_limits_in_zero([*limits, optimizer.max_grad_norm])
+    signals = Signals.read(optimizer)
     columns = read_columns(optimizer, groups, limits)
-    signals = signals_for(optimizer)
-    clips, found_inf = group_clips(
-        groups,
-        columns,
-        limits,
-        optimizer.max_grad_norm,
-        optimizer._grad_norm,
-        signals,
-        optimizer.process_group,
-    )
+    clips, found_inf = group_clips(optimizer, groups, columns, limits, signals)
     for group, of_group, clip in zip(groups, columns, clips, strict=True):
         for of_device in of_group:
-            step_columns(optimizer, group, of_device, clip, signals.grad_scale, found_inf)
+            clipping = clip.arguments(of_device.device) if clip else {}
+            step_columns(optimizer, group, of_device, signals.grad_scale, found_inf, clipping)
             if of_device.copied:
                 of_device.write_back()
     note_step(optimizer, columns)
@@ -74,32 +66,21 @@ def read_columns(
         for group, of_group in zip(groups, columns, strict=True):
             for of_device in of_group:
                 skip = torch.ones((), dtype=torch.float32, device=of_device.device)
-                step_columns(optimizer, group, of_device, None, None, found_inf=skip)
+                step_columns(optimizer, group, of_device, None, skip, {})
         cache.note_check(columns)
     optimizer._grad_norm = grad_norm_tensor(optimizer._grad_norm, limits, columns)
     return columns
-
-
-def signals_for(optimizer: Any) -> Signals:
-    """Return what is known about the gradients: from a scaler, the program, or backward."""
-    given: Signals | None = optimizer._slot.signals
-    if given is not None:
-        return given.add_attributes(optimizer)
-    signals = Signals(backward_norms=BackwardNorms.find(optimizer)).add_attributes(optimizer)
-    if signals.grad_scale is None and signals.found_inf is None:
-        note_step_without_scaler()
-    return signals
 
 
 def step_columns(
     optimizer: Any,
     group: dict[str, Any],
     columns: Columns,
-    clip: Clip | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    clipping: dict[str, Any],
 ) -> None:
-    """Step the parameters of one group and device."""
+    """Step the parameters of one group and device; `clipping`: the result of `Clip.arguments`."""
     write_back_grads = group.get("write_back_grads", optimizer._own_options["write_back_grads"])
     if optimizer._unscales_in_place and grad_scale is not None:
         write_back_grads = True
@@ -118,7 +99,7 @@ def step_columns(
             grad_scale=move_to(grad_scale, columns.device),
             found_inf=move_to(found_inf, columns.device),
             adopt_params=True,
-            **(clip.arguments(columns.device) if clip else {}),
+            **clipping,
         )
     except (TypeError, ValueError) as error:
         raise describe_parameter(error, columns, optimizer.param_groups) from None

@@ -61,9 +61,9 @@ def takes_tensors(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def wants_the_scaler(optimizer: Any) -> bool:
+def takes_scaler(optimizer: Any) -> bool:
     """Return True if `step` takes the scaler itself, which is deprecated in torch."""
-    if is_ours(optimizer):
+    if is_ours(optimizer) or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     code = getattr(inspect.unwrap(optimizer.step), "__code__", None)
     if code is None:  # not a Python function
