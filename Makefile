@@ -119,7 +119,7 @@ endif
 docs:  ## build the documentation in build/site, without a compiled library
 	@$(PYTHON) tools/environment.py docs
 	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build
-	@echo "docs: build/site/index.html"
+	@echo "docs: build/site/index.html; with a search box: $(PYTHON) -m http.server -d build/site"
 
 bench: build  ## compare with torch, quickly; BENCH_FLAGS= for all cases, BENCH_FLAGS=--help
 	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench $(BENCH_FLAGS) || exit 1; done

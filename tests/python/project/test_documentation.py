@@ -64,6 +64,24 @@ def test_links_lead_to_files_and_headings():
     assert wrong == []
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        *(("OOM", "troubleshooting"), ("out of memory", "troubleshooting")),
+        *(("resume", "checkpoints"), ("SGD", "optimizers"), ("NaN", "troubleshooting")),
+    ],
+)
+def test_words_that_readers_search_are_in_a_heading(words, page):
+    # The search of the site ranks headings first, and finds whole words.
+    heads = re.findall(r"^#+ (.+)$", without_code(read(f"docs/{page}.md")), re.MULTILINE)
+    assert [head for head in heads if re.search(rf"\b{words}\b", head, re.IGNORECASE)]
+
+
+def test_troubleshooting_begins_with_out_of_memory():
+    first = re.search(r"^## (.+)$", read("docs/troubleshooting.md"), re.MULTILINE)
+    assert first[1] == "Out of memory (OOM)"
+
+
 def parts_in_common(page):
     """Return what a page and its translation have in common."""
     text = read(page)
