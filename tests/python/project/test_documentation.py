@@ -192,6 +192,18 @@ def test_memory_in_the_text_is_that_of_the_results(page):
     assert peaks["torch"] in read(page)
 
 
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_memory_of_the_language_model_is_that_on_the_page_of_examples(page):
+    rows = read("docs/examples.md").split("`python examples/seventy_percent.py`")[1]
+    first, last = (
+        int(re.search(rf"^\| {re.escape(name)} \| [\d.]+ \| [\d.]+ \| (\d+) ", rows, re.M)[1])
+        for name in ("float32", "+ micro-batches")
+    )
+    numbers = re.findall(r"\d+", read(page).split("seventy_percent.py`")[1].split("## ")[0])
+    assert {str(first), str(last)} <= {*numbers}
+    assert f"{last / first:.0%}".replace("%", " %") in read(page)
+
+
 @pytest.mark.parametrize("program", ["fp16_fsdp", "fp16_pipeline"])
 def test_lines_on_the_page_about_float16_are_those_of_the_programs(program):
     file = f"examples/distributed/{program}.py"
