@@ -59,6 +59,8 @@ class DeviceScaler(TorchGradScaler):
     _history: ScalerHistory
     _inspections: dict[int, Inspection]
     _watch: Watch
+    _has_announced = False  # True if a loss since the last update has asked for the scale
+    _has_scaled = False  # True if a loss was scaled since the last update
 
     # --- steps and updates ----------------------------------------------------------------------
 
@@ -71,6 +73,7 @@ class DeviceScaler(TorchGradScaler):
     ) -> Any:
         """Step an optimizer that may take scale and flag as tensors, but not the scaler."""
         self._check_scale_growth_tracker("step")
+        self._check_scaled("step")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(
@@ -103,6 +106,7 @@ class DeviceScaler(TorchGradScaler):
 
     def _unscale(self, optimizer: Optimizer) -> None:
         scale, _ = self._check_scale_growth_tracker("unscale_")
+        self._check_scaled("unscale_")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.UNSCALED:
             raise RuntimeError(
@@ -316,6 +320,20 @@ class DeviceScaler(TorchGradScaler):
         self._lazy_init_scale_growth_tracker(torch.device(self._device))
         assert self._scale is not None
         return self._scale
+
+    def _announce_scale(self) -> Tensor:
+        """Return the scale for a loss module, whose loss is to be scaled by it."""
+        self._has_announced = self._has_announced or torch.is_grad_enabled()
+        return self._live_scale()
+
+    @eager_only
+    def _check_scaled(self, funcname: str) -> None:
+        """Raise if losses have asked for the scale since the last update, and none was scaled."""
+        if self._has_announced and not self._has_scaled:
+            raise AssertionError(
+                f"Attempted {funcname} but no loss was scaled since the last update(), although a "
+                "loss module with scaler= was called. Did you call scaler.scale(loss).backward()?"
+            )
 
     @eager_only
     def _look_for_mistakes(self, optimizer: Optimizer) -> None:

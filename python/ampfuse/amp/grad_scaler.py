@@ -158,6 +158,7 @@ class GradScaler(DeviceScaler):
         """
         if not self._enabled:
             return outputs
+        self._has_scaled = True
         self._watch.note_scaled_loss()
         return scaled(outputs, self._scale_on)
 
@@ -173,7 +174,8 @@ class GradScaler(DeviceScaler):
         Raises:
             RuntimeError: `unscale_` or `step` was already called since the last `update()`.
             ValueError: A gradient is float16, and `allow_fp16_grads` is False.
-            AssertionError: No loss has been scaled yet.
+            AssertionError: No loss has been scaled yet; or, if a loss module with `scaler=` was
+                called, none since the last `update()`.
         """
         if not self._enabled:
             return
@@ -199,8 +201,8 @@ class GradScaler(DeviceScaler):
         Raises:
             RuntimeError: `step` was already called since the last `update()`, or has the keyword
                 `closure`.
-            AssertionError: No loss has been scaled; or no parameter has a gradient, and the
-                optimizer does not take scale and flag as tensors.
+            AssertionError: No loss has been scaled, as in `unscale_`; or no parameter has a
+                gradient, and the optimizer does not take scale and flag as tensors.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -271,6 +273,7 @@ class GradScaler(DeviceScaler):
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
+        self._has_announced = self._has_scaled = False
         if new_scale is not None:
             if not isinstance(new_scale, Tensor):
                 new_scale = checked_scale("new_scale", new_scale)

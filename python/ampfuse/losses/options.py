@@ -213,7 +213,10 @@ def grad_scale_of(scaler: Any, input: Tensor) -> Tensor | None:
     """Return the gradient that `scaler.scale(loss).backward()` will pass to the loss's backward."""
     if scaler is None or not scaler.is_enabled():
         return None
-    if hasattr(scaler, "_live_scale"):
-        return scaler._live_scale()  # type: ignore[no-any-return]
-    one = torch.ones((), dtype=torch.float32, device=getattr(input, "device", None))
+    if hasattr(scaler, "_announce_scale"):
+        return scaler._announce_scale()  # type: ignore[no-any-return]
+    device = getattr(input, "device", None)
+    if scaler._scale is None:  # without a first scaled loss, torch's step raises: it stays so
+        return torch.full((), scaler._init_scale, dtype=torch.float32, device=device)
+    one = torch.ones((), dtype=torch.float32, device=device)
     return scaler.scale(one)  # type: ignore[no-any-return]

@@ -81,6 +81,35 @@ def test_scaler_may_be_ampfuses_or_torchs(device, kind):
     assert ulps_off(logits.grad, exact(logits, target, 1024.0)[1]) <= ULPS
 
 
+@EVERY_SCALER
+@pytest.mark.parametrize("method", ["step", "unscale_"])
+def test_step_raises_if_the_program_never_scales_the_loss(device, kind, method):
+    """The module knows the scale, which must not hide from the scaler that no loss was scaled."""
+    logits, target = batch(device)
+    scaler = kind(device.type)
+    ampfuse.CrossEntropyLoss(scaler=scaler)(logits, target).backward()
+    with pytest.raises(AssertionError, match=rf"Attempted {method} but .*scaler\.scale\(loss"):
+        getattr(scaler, method)(torch.optim.SGD([logits], lr=1.0))
+
+
+def test_step_raises_if_no_loss_was_scaled_since_the_last_update(device):
+    logits, target = batch(device)
+    scaler, optimizer = ampfuse.GradScaler(device.type), torch.optim.SGD([logits], lr=1.0)
+    criterion = ampfuse.CrossEntropyLoss(scaler=scaler)
+    scaler.scale(criterion(logits, target)).backward()
+    criterion(logits, target)  # for example for a report: another loss was scaled
+    scaler.step(optimizer)
+    scaler.update()
+    with torch.no_grad():
+        criterion(logits, target)
+    scaler.unscale_(optimizer)  # as in torch, which knows of no modules
+    scaler.update()
+
+    criterion(logits, target).backward()
+    with pytest.raises(AssertionError, match="no loss was scaled since the last update"):
+        scaler.step(optimizer)
+
+
 def test_disabled_scaler_scales_nothing(device):
     logits, target = batch(device)
     scaler = ampfuse.GradScaler(device.type, 1024.0, enabled=False)
