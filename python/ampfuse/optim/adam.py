@@ -146,6 +146,7 @@ class Adam(torch.optim.Adam):
         except Exception:
             del self.param_groups[-1]
             raise
+        options.warn_of_slow_decay(group, self._own_options)
         self._columns = ColumnCache(self._own_options)
 
     def __repr__(self) -> str:

@@ -1,6 +1,7 @@
 """The interface that ampfuse.Adam and AdamW share with torch's, and the options they refuse."""
 
 import re
+import warnings
 from collections import UserList
 
 import ampfuse
@@ -51,6 +52,19 @@ def test_invalid_options_are_refused_for_an_optimizer_and_for_a_group(device, op
         optimizer.add_param_group(group)
     assert [group["params"] for group in optimizer.param_groups] == [params]
     train(optimizer, params, [0])
+
+
+def test_bfloat16_moments_that_cannot_shrink_are_warned_of_at_construction():
+    words = r"state_dtype=torch.bfloat16 with betas=\(0.9, 0.999\): .* betas=\(0.9, 0.95\)"
+    params = parameters(torch.device("cpu"))
+    with pytest.warns(UserWarning, match=words) as told:
+        ampfuse.AdamW(params, state_dtype=torch.bfloat16)
+    assert [warning.filename for warning in told] == [__file__]
+    with warnings.catch_warnings(action="error"):
+        ampfuse.AdamW(params)
+        optimizer = ampfuse.AdamW(params, betas=(0.9, 0.99), state_dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=words):
+        optimizer.add_param_group({"params": torch.zeros(1), "betas": (0.9, 0.999)})
 
 
 def test_adamw_group_with_decoupled_weight_decay_off_is_refused():
