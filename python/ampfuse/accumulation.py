@@ -1,5 +1,8 @@
 """`accumulate`: the gradients of a large batch from several small ones."""
 
+import dis
+import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -30,7 +33,8 @@ def accumulate(
     Args:
         step: `step(micro_batch, denominator)` returns the loss of a micro-batch, which is a sum
             divided by `denominator`. ampfuse's losses take `denominator=`; with other losses,
-            divide the sum yourself. `step` does not call `backward`.
+            divide the sum yourself. A mean, which ignores the denominator, is wrong. `step` does
+            not call `backward`.
         micro_batches: At least one, on each rank.
         count: Returns the number, or the total weight, of the targets whose losses are added up in
             a micro-batch. By default a micro-batch is a pair of inputs and integer targets, of
@@ -49,7 +53,8 @@ def accumulate(
 
     Raises:
         ValueError: There is no micro-batch, or a sharded model comes without `process_group`.
-        TypeError: A micro-batch cannot be counted, or `step` returns something else than a loss.
+        TypeError: A micro-batch cannot be counted, `step` returns something else than a loss, or
+            its code does not use the denominator.
 
     Examples:
         >>> import torch, ampfuse
@@ -61,6 +66,11 @@ def accumulate(
         >>> loss = ampfuse.accumulate(step, parts)
         >>> torch.testing.assert_close(loss, ampfuse.cross_entropy(model(inputs), targets).detach())
     """
+    if ignores_second_argument(step):
+        raise TypeError(
+            "accumulate: step: it does not use its second argument, the denominator, so the result "
+            "would be a sum of means: divide the micro-batch's sum by the denominator"
+        )
     batches = list(micro_batches)
     if not batches:
         raise ValueError("accumulate: micro_batches: expected at least one, got none")
@@ -79,6 +89,17 @@ def accumulate(
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
     return total
+
+
+def ignores_second_argument(function: Any) -> bool:
+    """Return True for a Python function whose code never names its second argument."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)  # None if the function is not one of Python's
+    if code is None:
+        return False
+    second = 2 if inspect.ismethod(function) else 1
+    named = " ".join(instruction.argrepr for instruction in dis.get_instructions(code))
+    return second < code.co_argcount and code.co_varnames[second] not in re.findall(r"\w+", named)
 
 
 def targets_in(micro_batch: Any) -> Tensor:

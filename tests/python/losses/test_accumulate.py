@@ -175,6 +175,24 @@ def test_mistakes_are_named(micro_batches, error, message):
         ampfuse.accumulate(lambda *_: None, micro_batches)
 
 
+class Trainer:
+    def mean(self, part, denominator):
+        return part[0].mean()
+
+    def share(self, part, denominator):
+        return sum(value / denominator for value in part[0].sum(0))  # read in a function of its own
+
+
+@pytest.mark.parametrize(
+    "mean", [Trainer().mean, lambda part, n: part[0].mean(), torch.compile(Trainer().mean)]
+)
+def test_step_that_ignores_the_denominator_is_refused(mean):
+    with pytest.raises(TypeError, match="step: it does not use its second argument, the denom"):
+        ampfuse.accumulate(mean, parts_of(batch()))
+    inputs, targets = batch()
+    ampfuse.accumulate(Trainer().share, parts_of((inputs.requires_grad_(), targets)))
+
+
 # --- several ranks --------------------------------------------------------------------------------
 
 
