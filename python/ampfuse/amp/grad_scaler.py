@@ -159,7 +159,7 @@ class GradScaler(DeviceScaler):
         if not self._enabled:
             return outputs
         self._has_scaled = True
-        self._watch.note_scaled_loss()
+        self._watch.note_scaled_loss(outputs)
         return scaled(outputs, self._scale_on)
 
     def unscale_(self, optimizer: Optimizer) -> None:

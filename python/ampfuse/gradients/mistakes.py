@@ -8,11 +8,11 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ampfuse._graphs import eager_only
+from ampfuse._graphs import eager_only, groups_of
 from ampfuse._host_copy import HostCopy
 from ampfuse._warning import warn_caller
 from ampfuse.gradients.shards import local
@@ -23,9 +23,9 @@ STEPS_WATCHED = 3
 # purpose multiplies the limit by the scale.
 FAR_BELOW_THE_SCALE = 1e-3
 
-# Warn after this many steps that are taken without the scaler, each after a loss that it scaled.
-# Fewer may be correct: another network may take steps between the parts of an accumulated batch.
-TOO_MANY_STEPS = 1000
+# After this many steps without the scaler, each after a loss that it scaled, look once whether they
+# change parameters of that loss. Another network may take steps between micro-batches.
+TOO_MANY_STEPS = 20
 
 CLIPPED_WHILE_SCALED = (
     "gradients were clipped to max_norm={max_norm:g} while they were still multiplied by the loss "
@@ -39,8 +39,8 @@ CLIPPED_TWICE = (
 )
 NEVER_STEPPED = (
     "an optimizer has taken {steps} steps by optimizer.step() since a GradScaler began to scale "
-    "losses, and none by scaler.step(optimizer), so the gradients are still multiplied by the loss "
-    "scale: call scaler.step(optimizer) instead"
+    "losses of its parameters, and none by scaler.step(optimizer), so the gradients are still "
+    "multiplied by the loss scale: call scaler.step(optimizer) instead"
 )
 
 
@@ -72,14 +72,14 @@ def note_clip(grads: Iterable[Tensor], max_norm: float, total_norm: Tensor) -> N
 
 
 @eager_only
-def note_step_without_scaler() -> None:
+def note_step_without_scaler(optimizer: Any) -> None:
     """Record that an optimizer takes a step without a scaler."""
     if len(_only_scaled) == 0:
         return
     with _lock:
         watches = list(_only_scaled)
     for watch in watches:
-        watch.note_step_without_scaler()
+        watch.note_step_without_scaler(optimizer)
 
 
 class Watch:
@@ -88,6 +88,7 @@ class Watch:
     def __init__(self) -> None:
         self._steps = 0
         self._steps_without = 0
+        self._leaves: set[int] = set()  # ids of the parameters of the loss before the check
         self._has_scaled = False  # True from a scaled loss to a step without the scaler
         self._clipped: tuple[float, HostCopy, HostCopy] | None = None  # limit, norm and scale
         self._norms: list[tuple[float, HostCopy, HostCopy]] = []  # limits, scaled norms, scales
@@ -101,11 +102,13 @@ class Watch:
         self.is_scale_known = True
 
     @eager_only
-    def note_scaled_loss(self) -> None:
+    def note_scaled_loss(self, loss: Any = None) -> None:
         """Record that the scaler has scaled a loss: the next gradients are scaled."""
         if self._steps > STEPS_WATCHED:
             return
         self._has_scaled = True
+        if self._steps_without == TOO_MANY_STEPS - 1 and isinstance(loss, Tensor):
+            self._leaves = leaves_of(loss)
         with _lock:
             _clips.clear()
             if self._steps == 0:
@@ -119,13 +122,15 @@ class Watch:
         yield
         self.is_scale_known = was_known
 
-    def note_step_without_scaler(self) -> None:
+    def note_step_without_scaler(self, optimizer: Any) -> None:
         """Count a step without the scaler, if it has scaled a loss since the last such step."""
         if not self._has_scaled or self.is_scale_known:
             return
         self._has_scaled = False
         self._steps_without += 1
-        if self._steps_without == TOO_MANY_STEPS:
+        if self._steps_without == TOO_MANY_STEPS and any(
+            id(param) in self._leaves for group in groups_of(optimizer) for param in group["params"]
+        ):
             warn_caller(NEVER_STEPPED.format(steps=TOO_MANY_STEPS))
 
     def note_scaled_gradients(self, grads: Iterable[Tensor], scale: Tensor) -> None:
@@ -186,6 +191,19 @@ def first_clip(grads: Iterable[Tensor]) -> ClipRecord | None:
             if clip is not None and clip.version == grad._version:
                 return clip
     return None
+
+
+def leaves_of(loss: Tensor) -> set[int]:
+    """Return the ids of the tensors whose gradients a backward pass of the loss computes."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen, leaves = {None}, set()
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            leaves.add(id(getattr(node, "variable", None)))
+            nodes += [following for following, _ in node.next_functions]
+    return leaves
 
 
 def was_clipped(norm: float, limit: float, scale: float) -> bool:

@@ -128,7 +128,7 @@ class Signals(NamedTuple):
             return given.add_attributes(optimizer)
         signals = Signals(backward_norms=BackwardNorms.find(optimizer)).add_attributes(optimizer)
         if signals.grad_scale is None and signals.found_inf is None:
-            note_step_without_scaler()
+            note_step_without_scaler(optimizer)
         return signals
 
     def add_attributes(self, optimizer: Any) -> "Signals":

@@ -143,18 +143,18 @@ def test_steps_without_the_scaler_warn_once(device):
             loop.optimizer.step()
             loop.scaler.state_dict()  # reads the scale, but does not return it to the loop
 
-    iterate(999)
+    iterate(19)
     with pytest.warns(UserWarning, match=r"none by scaler.step\(optimizer\)") as caught:
         iterate(1)
 
     assert [warning.filename for warning in caught] == [__file__]
-    iterate(150)
+    iterate(50)
 
 
 @pytest.mark.parametrize("way", ["get_scale", "scale_tensor"])
 def test_program_that_unscales_by_itself_gets_no_warning(device, way):
     loop = Loop(device)
-    for _ in range(1100):
+    for _ in range(30):
         loop.backward()
         loop.param.grad /= getattr(loop.scaler, way)()
         loop.optimizer.step()
