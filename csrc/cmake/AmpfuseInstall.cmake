@@ -6,6 +6,7 @@ set(_ampfuse_cmake_dir share/cmake/ampfuse)
 install(TARGETS ampfuse EXPORT ampfuseTargets LIBRARY DESTINATION lib)
 install(DIRECTORY csrc/include/ampfuse DESTINATION include FILES_MATCHING PATTERN "*.h")
 install(FILES ${PROJECT_BINARY_DIR}/include/ampfuse/version.h DESTINATION include/ampfuse)
+install(FILES LICENSE DESTINATION share/licenses/ampfuse)
 install(EXPORT ampfuseTargets NAMESPACE ampfuse:: DESTINATION ${_ampfuse_cmake_dir})
 
 # A wheel finds torch beside itself. Other builds store the path of the torch they were built for.

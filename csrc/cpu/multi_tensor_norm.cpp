@@ -13,7 +13,9 @@ namespace {
 template <math::NormType kNorm>
 void write_norms(const Chunks& chunks, const std::vector<math::NormPartial>& partials,
                  const NormOutputs& outputs) {
-  const auto& [total_norm, norms, found_inf, first_nonfinite, nonfinite_count] = outputs;
+  // Clang before 16 refuses lambdas that use names of a structured binding.
+  at::Tensor total_norm, norms, found_inf, first_nonfinite, nonfinite_count;
+  std::tie(total_norm, norms, found_inf, first_nonfinite, nonfinite_count) = outputs;
   std::vector<math::NormPartial> tensors(norms.numel());
   int64_t first = -1;
   int64_t count = 0;
@@ -29,13 +31,13 @@ void write_norms(const Chunks& chunks, const std::vector<math::NormPartial>& par
       math::OneWorker());
   // A norm that is too large for float becomes infinite in this cast; fill_ would throw.
   AT_DISPATCH_FLOATING_TYPES(norms.scalar_type(), "multi_tensor_norm", [&] {
-    auto* out = norms.template mutable_data_ptr<scalar_t>();
+    auto* out = norms.mutable_data_ptr<scalar_t>();
     for (const math::NormPartial& tensor : tensors) *out++ = static_cast<scalar_t>(tensor.norm);
-    *total_norm.template mutable_data_ptr<scalar_t>() = static_cast<scalar_t>(total.norm);
+    *total_norm.mutable_data_ptr<scalar_t>() = static_cast<scalar_t>(total.norm);
   });
-  *found_inf.template mutable_data_ptr<float>() = count > 0 ? 1.0f : 0.0f;
-  *first_nonfinite.template mutable_data_ptr<int64_t>() = first;
-  *nonfinite_count.template mutable_data_ptr<int64_t>() = count;
+  *found_inf.mutable_data_ptr<float>() = count > 0 ? 1.0f : 0.0f;
+  *first_nonfinite.mutable_data_ptr<int64_t>() = first;
+  *nonfinite_count.mutable_data_ptr<int64_t>() = count;
 }
 
 NormOutputs multi_tensor_norm_cpu(at::TensorList tensors, double ord,

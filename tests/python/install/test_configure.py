@@ -17,7 +17,7 @@ OF_TORCH = f"-DAMPFUSE_TORCH_ROOT={TORCH}"
 ON, OFF = "-DAMPFUSE_WITH_CUDA=ON", "-DAMPFUSE_WITH_CUDA=OFF"
 
 
-def configure(folder, *options, gpus="", **variables):
+def configure(folder, *options, gpus="", source=ROOT, **variables):
     """Run CMake with a fake nvidia-smi.
 
     `gpus` has the compute capability of one GPU per line, and is empty for a machine without GPUs.
@@ -30,7 +30,7 @@ def configure(folder, *options, gpus="", **variables):
     smi.chmod(0o755)
     path = f"{smi.parent}:{os.environ['PATH']}"
     variables = {"PATH": path, "TORCH_CUDA_ARCH_LIST": "", **variables}
-    command = ["cmake", "-S", str(ROOT), "-B", str(folder / "build"), "-G", "Ninja", *options]
+    command = ["cmake", "-S", str(source), "-B", str(folder / "build"), "-G", "Ninja", *options]
     return subprocess.run(command, text=True, capture_output=True, env=environment(**variables))
 
 
@@ -189,6 +189,19 @@ def test_libtorch_archive_is_found_without_python(tmp_path):
     (archive / "build-version").write_text(f"{torch.__version__}\n")
     no_python = "-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON"
     accepted(tmp_path, f"-DCMAKE_PREFIX_PATH={archive}", OFF, no_python)
+
+
+def test_project_that_contains_ampfuse_links_it_and_keeps_its_own_warnings(tmp_path):
+    (tmp_path / "main.cpp").touch()
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.27)\nproject(train CXX)\n"
+        f"add_subdirectory({ROOT} ampfuse)\n"
+        "add_executable(train main.cpp)\ntarget_link_libraries(train PRIVATE ampfuse::ampfuse)\n"
+    )
+    options = (OF_TORCH, OFF, "-DBUILD_SHARED_LIBS=OFF")
+    report = accepted(tmp_path, *options, source=tmp_path)
+    assert "ampfuse is a shared library also with BUILD_SHARED_LIBS=OFF" in report
+    assert "-Werror" not in (tmp_path / "build" / "build.ninja").read_text()
 
 
 @needs_nvcc
