@@ -4,6 +4,8 @@
 #include <ampfuse/fused_adam.h>
 #include <c10/core/GradMode.h>
 
+#include <unordered_set>
+
 #include "../tensors/capture.h"
 #include "../tensors/device_scalars.h"
 #include "../tensors/host_copy.h"
@@ -36,6 +38,25 @@ std::vector<AdamSettings> checked_settings(
     optim::check_params(groups[i], settings[i], i);
   }
   return settings;
+}
+
+// Throws unless each parameter of the new group is in it once, and in no other group.
+void check_new_params(const torch::optim::OptimizerParamGroup& group,
+                      const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  std::unordered_set<const void*> known;
+  for (const auto& earlier : groups) {
+    for (const at::Tensor& param : earlier.params()) known.insert(param.unsafeGetTensorImpl());
+  }
+  for (size_t i = 0; i < group.params().size(); ++i) {
+    TORCH_CHECK_VALUE(known.insert(group.params()[i].unsafeGetTensorImpl()).second,
+                      "some parameters appear in more than one parameter group, or twice in one: "
+                      "parameter ",
+                      i, " of group ", groups.size());
+  }
+}
+
+void check_scalar(const char* name, const std::optional<at::Tensor>& scalar) {
+  TORCH_CHECK_TYPE(!scalar || scalar->defined(), name, ": expected a tensor, got an undefined one");
 }
 
 bool are_on_gpu(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
@@ -177,14 +198,18 @@ Adam::Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
            std::optional<double> max_grad_norm)
     : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)),
       max_grad_norm(max_grad_norm) {
-  for (const auto& group : param_groups) add_param_group(group);
   optim::check_initial(optim::checked_settings(this->defaults(), /*group=*/0));
-  for (const auto& settings : checked_settings(param_groups_, max_grad_norm)) {
-    optim::check_initial(settings);
-  }
+  optim::check_max_grad_norm(max_grad_norm);
+  for (const auto& group : param_groups) add_param_group(group);
 }
 
 void Adam::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  const size_t index = param_groups_.size();
+  const auto& options = group.has_options() ? group.options() : defaults();
+  const AdamSettings settings = optim::checked_settings(options, index);
+  optim::check_initial(settings);
+  optim::check_params(group, settings, index);
+  check_new_params(group, param_groups_);
   Optimizer::add_param_group(group);
   // torch 2.15 merges a group's options with the defaults. It can do so only for its own classes of
   // options, and drops those of other classes.
@@ -198,6 +223,8 @@ at::Tensor Adam::step(LossClosure closure) {
     loss = closure();
   }
   const c10::NoGradGuard no_grad;
+  check_scalar("grad_scale", grad_scale);
+  check_scalar("found_inf", found_inf);
   const auto settings = checked_settings(param_groups_, max_grad_norm);
   adopt_written_params();
   std::vector<AdamGroup> groups;
@@ -265,7 +292,7 @@ void Adam::adopt_written_params() {
   warn_of_written_params();
   // ParamWrites can be compared only if the number of masters is the same.
   const ParamWrites now = param_writes();
-  if (before && before->masters == now.masters && *before != now) {
+  if (before && before->masters == now.masters && !(*before == now)) {
     std::vector<at::Tensor> written_over;
     for_each_float_master([&](const at::Tensor& param, const at::Tensor& master) {
       written_over.push_back(optim::adopt_param(param, master));

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "../tensors/dtype_name.h"
+#include "../tensors/option_printer.h"
 #include "adam_options.h"
 
 namespace ampfuse {
@@ -15,7 +16,54 @@ void read(torch::serialize::InputArchive& archive, const char* name, T& value) {
   if (archive.try_read(name, saved)) value = saved.to<T>();
 }
 
+// Calls `visit` with the name of each option and its values in both sets of options.
+template <bool kDecoupledWeightDecay, typename Visit>
+void visit_options(const AdamOptionsOf<kDecoupledWeightDecay>& left,
+                   const AdamOptionsOf<kDecoupledWeightDecay>& right, Visit visit) {
+  visit("lr", left.lr(), right.lr());
+  visit("betas", left.betas(), right.betas());
+  visit("eps", left.eps(), right.eps());
+  visit("weight_decay", left.weight_decay(), right.weight_decay());
+  visit("amsgrad", left.amsgrad(), right.amsgrad());
+  visit("maximize", left.maximize(), right.maximize());
+  visit("master_weights", left.master_weights(), right.master_weights());
+  visit("state_dtype", left.state_dtype(), right.state_dtype());
+  visit("max_grad_norm", left.max_grad_norm(), right.max_grad_norm());
+  visit("write_back_grads", left.write_back_grads(), right.write_back_grads());
+}
+
 }  // namespace
+
+std::ostream& operator<<(std::ostream& stream, MasterWeights kind) {
+  if (kind == MasterWeights::kOff) return stream << "kOff";
+  return stream << (kind == MasterWeights::kAuto ? "kAuto" : "kRemainder");
+}
+
+template <bool kDecoupledWeightDecay>
+bool operator==(const AdamOptionsOf<kDecoupledWeightDecay>& left,
+                const AdamOptionsOf<kDecoupledWeightDecay>& right) {
+  bool are_equal = true;
+  visit_options(left, right, [&](const char*, const auto& value, const auto& other) {
+    are_equal = are_equal && value == other;
+  });
+  return are_equal;
+}
+
+template <bool kDecoupledWeightDecay>
+std::ostream& operator<<(std::ostream& stream,
+                         const AdamOptionsOf<kDecoupledWeightDecay>& options) {
+  stream << (kDecoupledWeightDecay ? "ampfuse::AdamWOptions(" : "ampfuse::AdamOptions(");
+  OptionPrinter print_option(stream);
+  visit_options(options, options, [&](const char* option, const auto& value, const auto&) {
+    print_option(option, value);
+  });
+  return stream << ")";
+}
+
+template AMPFUSE_API bool operator==(const AdamOptions&, const AdamOptions&);
+template AMPFUSE_API bool operator==(const AdamWOptions&, const AdamWOptions&);
+template AMPFUSE_API std::ostream& operator<<(std::ostream&, const AdamOptions&);
+template AMPFUSE_API std::ostream& operator<<(std::ostream&, const AdamWOptions&);
 
 template <bool kDecoupledWeightDecay>
 void AdamOptionsOf<kDecoupledWeightDecay>::serialize(torch::serialize::InputArchive& archive) {
@@ -88,7 +136,8 @@ AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, siz
   TORCH_CHECK_VALUE(checked.beta2 >= 0 && checked.beta2 < 1,
                     "Invalid beta parameter at index 1: ", checked.beta2);
   TORCH_CHECK_VALUE(checked.eps >= 0, "Invalid epsilon value: ", checked.eps);
-  TORCH_CHECK_VALUE(!std::isnan(checked.weight_decay),
+  TORCH_CHECK_VALUE(std::isfinite(checked.lr), "Invalid learning rate: ", checked.lr);
+  TORCH_CHECK_VALUE(std::isfinite(checked.weight_decay),
                     "Invalid weight_decay value: ", checked.weight_decay);
   TORCH_CHECK_VALUE(checked.state_dtype == at::kFloat || checked.state_dtype == at::kBFloat16,
                     "state_dtype: expected float32 or bfloat16, got ",

@@ -26,8 +26,8 @@ struct AdamSettings {
 /// the message about a class.
 AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, size_t group);
 
-/// Throws for a negative learning rate or weight decay. Only constructors call this: schedules may
-/// go below 0 later, as in torch.
+/// Throws for a negative learning rate or weight decay. Only constructors and add_param_group()
+/// call this: schedules may go below 0 later, as in torch.
 void check_initial(const AdamSettings& settings);
 
 /// Throws unless the limit is absent or at least 0.

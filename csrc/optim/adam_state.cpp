@@ -25,7 +25,9 @@ void AdamParamState::serialize(torch::serialize::InputArchive& archive) {
     return archive.try_read(name, saved) ? saved.toTensor() : at::Tensor();
   };
   torch::IValue taken;
-  archive.read("step", taken);
+  TORCH_CHECK_VALUE(archive.try_read("step", taken),
+                    "loaded state dict: expected the state of Adam or AdamW, which has a step; is "
+                    "this the archive of another optimizer?");
   step(taken.isTensor() ? taken.toTensor() : at::scalar_tensor(taken.toScalar(), at::kFloat));
   exp_avg(read("exp_avg"));
   exp_avg_sq(read("exp_avg_sq"));

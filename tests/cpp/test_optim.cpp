@@ -2,6 +2,8 @@
 
 #include <ampfuse/ampfuse.h>
 
+#include <sstream>
+
 #include "optim_models.h"
 
 namespace {
@@ -181,4 +183,20 @@ TEST_CASE("torch's schedulers change the learning rate of a step") {
 
   CHECK(lr == Approx(1e-3));
   check_same_bits(scheduled, params);
+}
+
+TEST_CASE("options are compared and printed") {
+  const auto options = ampfuse::AdamWOptions(0.5).max_grad_norm(2);
+  CHECK(options == ampfuse::AdamWOptions(0.5).max_grad_norm(2));
+  CHECK(!(options == ampfuse::AdamWOptions(0.5)));
+  CHECK(!(ampfuse::AdamOptions() == ampfuse::AdamOptions().betas({0.9, 0.99})));
+  std::ostringstream text;
+  text << options << ampfuse::AdamOptions().master_weights(ampfuse::MasterWeights::kRemainder);
+  CHECK(text.str() ==
+        "ampfuse::AdamWOptions(lr=0.5, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, "
+        "amsgrad=false, maximize=false, master_weights=kAuto, state_dtype=Float, max_grad_norm=2, "
+        "write_back_grads=false)"
+        "ampfuse::AdamOptions(lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0, "
+        "amsgrad=false, maximize=false, master_weights=kRemainder, state_dtype=Float, "
+        "write_back_grads=false)");
 }

@@ -206,3 +206,15 @@ TEST_CASE("an archive of other groups, sizes or shapes is refused as a whole") {
       load_into({Tensors{params[0], torch::ones({3, 1})}}),
       ContainsSubstring("exp_avg of parameter 1 of group 0: expected shape [3, 1], got [3]"));
 }
+
+TEST_CASE("an archive of another optimizer is refused, and nothing is loaded") {
+  const auto params = parameters(torch::kCPU);
+  torch::optim::SGD sgd(params, torch::optim::SGDOptions(0.5).momentum(0.9));
+  train(sgd, params, 1, 1);
+  std::stringstream archive;
+  torch::save(sgd, archive);
+  ampfuse::AdamW optimizer(params);
+  CHECK_THROWS_WITH(torch::load(optimizer, archive),
+                    ContainsSubstring("expected the state of Adam or AdamW"));
+  CHECK(options_of(optimizer).lr() == 1e-3);
+}

@@ -2,6 +2,7 @@
 
 #include <ampfuse/optim.h>
 
+#include <cmath>
 #include <limits>
 
 #include "optim_models.h"
@@ -19,6 +20,7 @@ TEST_CASE("options out of range are refused") {
   };
   refuses(AdamWOptions(-1), "Invalid learning rate: -1");
   refuses(AdamWOptions(std::numeric_limits<double>::quiet_NaN()), "Invalid learning rate: nan");
+  refuses(AdamWOptions(std::numeric_limits<double>::infinity()), "Invalid learning rate: inf");
   refuses(AdamWOptions().betas({1.0, 0.9}), "Invalid beta parameter at index 0: 1");
   refuses(AdamWOptions().betas({0.9, -0.1}), "Invalid beta parameter at index 1: -0.1");
   refuses(AdamWOptions().eps(-1), "Invalid epsilon value: -1");
@@ -32,10 +34,19 @@ TEST_CASE("options that became invalid are refused before a step writes anything
   const auto params = parameters(torch::kCPU);
   const auto before = copies(params);
   ampfuse::AdamW optimizer({Tensors{params[0]}, Tensors{params[2]}});
-  options_of(optimizer, 1).eps(-1);
   feed(params, 1);
+  const auto refuses = [&](const AdamWOptions& options, const std::string& words) {
+    options_of(optimizer, 1) = options;
+    CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring(words));
+  };
 
-  CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("Invalid epsilon value"));
+  refuses(AdamWOptions().eps(-1), "Invalid epsilon value");
+  for (const double number : {std::nan(""), std::numeric_limits<double>::infinity()}) {
+    refuses(AdamWOptions(number), "Invalid learning rate: ");
+    refuses(AdamWOptions().weight_decay(number), "Invalid weight_decay value: ");
+  }
+  optimizer.grad_scale = torch::Tensor();
+  refuses(AdamWOptions(), "grad_scale: expected a tensor, got an undefined one");
   check_same_bits(params, before);
   CHECK(optimizer.state().empty());
 }
@@ -47,6 +58,26 @@ TEST_CASE("options of another optimizer are refused") {
   CHECK_THROWS_WITH(
       ampfuse::AdamW({group}),
       ContainsSubstring("options of group 0: expected ampfuse::AdamOptions or ampfuse::AdamWOpt"));
+}
+
+TEST_CASE("a group with invalid options, or with a parameter that is known, is not added") {
+  const auto param = torch::ones({2}).requires_grad_();
+  const auto other = torch::ones({2}).requires_grad_();
+  ampfuse::AdamW optimizer(Tensors{param});
+  const auto refuses = [&](const torch::optim::OptimizerParamGroup& group,
+                           const std::string& words) {
+    CHECK_THROWS_WITH(optimizer.add_param_group(group), ContainsSubstring(words));
+    CHECK(optimizer.param_groups().size() == 1);
+  };
+  refuses(group_of(other, AdamWOptions(-1)), "Invalid learning rate: -1");
+  refuses(group_of(other, AdamWOptions().weight_decay(-1)), "Invalid weight_decay value: -1");
+  refuses(group_of(other, torch::optim::AdamWOptions()), "options of group 1: expected");
+  refuses(Tensors{other, param}, "in more than one parameter group, or twice in one: parameter 1");
+  refuses(Tensors{other, other}, "in more than one parameter group, or twice in one: parameter 1");
+  CHECK_THROWS_WITH(ampfuse::AdamW({Tensors{param}, Tensors{param}}),
+                    ContainsSubstring("parameter 0 of group 1"));
+  optimizer.add_param_group(Tensors{other});
+  CHECK(optimizer.param_groups().size() == 2);
 }
 
 TEST_CASE("fp16 parameters with remainders are refused") {

@@ -28,7 +28,7 @@ struct FusedAdamTensors {
 
 /// Options of a step. `lr` must be set; the others have defaults.
 struct FusedAdamOptions {
-  at::Tensor lr;         ///< float or double, one element, on the parameters' device or on the CPU
+  at::Tensor lr = {};    ///< float or double, one element, on the parameters' device or on the CPU
   double beta1 = 0.9;    ///< decay of exp_avgs
   double beta2 = 0.999;  ///< decay of exp_avg_sqs
   double weight_decay = 0;              ///< coefficient of the weight decay
@@ -39,15 +39,15 @@ struct FusedAdamOptions {
   bool write_back_grads = false;        ///< store the unscaled, clipped gradients in `grads`
   /// Gradients are divided by it: float, one element. A scale without a finite inverse (0, NaN,
   /// tiny) skips the step.
-  std::optional<at::Tensor> grad_scale;
+  std::optional<at::Tensor> grad_scale = std::nullopt;
   /// The step is skipped unless it is 0: float, one element.
-  std::optional<at::Tensor> found_inf;
+  std::optional<at::Tensor> found_inf = std::nullopt;
   /// The norm of the scaled gradients. It must be set if `max_norm` is.
-  std::optional<at::Tensor> total_norm;
+  std::optional<at::Tensor> total_norm = std::nullopt;
   /// Unscaled gradients are clipped to this norm. It must be set if `total_norm` is.
-  std::optional<double> max_norm;
+  std::optional<double> max_norm = std::nullopt;
   /// An output: the norm of the unscaled gradients is written here. Float, one element.
-  std::optional<at::Tensor> grad_norm;
+  std::optional<at::Tensor> grad_norm = std::nullopt;
   /// Before the step, float masters adopt the elements that other code wrote into their parameters.
   /// Such an element differs from its rounded master. A GPU first compares one element in 128, and
   /// the last one of every chunk of 2048. If one of these differs, it compares the whole chunk.

@@ -5,6 +5,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <functional>
+#include <iosfwd>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -23,10 +24,14 @@ enum class MasterWeights {
   kRemainder,  ///< only the 16 bits of the master that a bfloat16 lacks: saves 2 bytes per element
 };
 
+/// Prints the name of the kind, for example "kAuto".
+AMPFUSE_API std::ostream& operator<<(std::ostream& stream, MasterWeights kind);
+
 /// Options of an optimizer or of one of its parameter groups. The class, AdamOptions or
 /// AdamWOptions, determines the kind of weight decay.
 ///
-/// Values are checked when an optimizer is constructed and at each step, not when they are set.
+/// Values are checked when an optimizer is constructed and at each step, not when they are set. A
+/// schedule may set a learning rate or weight decay below 0 later, as in torch.
 template <bool kDecoupledWeightDecay>
 struct AMPFUSE_API AdamOptionsOf
     : torch::optim::OptimizerCloneableOptions<AdamOptionsOf<kDecoupledWeightDecay>> {
@@ -75,6 +80,15 @@ struct AMPFUSE_API AdamOptionsOf
 using AdamOptions = AdamOptionsOf<false>;  ///< weight decay is added to the gradient (L2)
 using AdamWOptions = AdamOptionsOf<true>;  ///< weight decay shrinks the parameter directly
 
+/// Returns true if all options are the same.
+template <bool kDecoupledWeightDecay>
+AMPFUSE_API bool operator==(const AdamOptionsOf<kDecoupledWeightDecay>& left,
+                            const AdamOptionsOf<kDecoupledWeightDecay>& right);
+/// Prints the options that are set, with their names.
+template <bool kDecoupledWeightDecay>
+AMPFUSE_API std::ostream& operator<<(std::ostream& stream,
+                                     const AdamOptionsOf<kDecoupledWeightDecay>& options);
+
 extern template struct AdamOptionsOf<false>;
 extern template struct AdamOptionsOf<true>;
 
@@ -122,6 +136,8 @@ struct AMPFUSE_API AdamParamState : torch::optim::OptimizerCloneableParamState<A
 /// Throws c10::Error before anything is written: for options out of range or of another class, and,
 /// with the parameter and its group in the message, for sparse gradients, for gradients of another
 /// shape or device and for remainders of half parameters. Also throws the errors of fused_adam.
+///
+/// One thread at a time may use an optimizer.
 class AMPFUSE_API Adam : public torch::optim::Optimizer {
  public:
   /// Makes an optimizer of groups. Groups without options of their own get a copy of `defaults`.
@@ -132,8 +148,11 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
       : Adam({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
   /// Adds a group. If it has options, they are used unchanged. Call this function on an
-  /// ampfuse::Adam, not on its base class: torch's function of this name is not virtual, and drops
-  /// the options in torch 2.15.
+  /// ampfuse::Adam, not on its base class: torch's function of this name is not virtual, does not
+  /// check the group, and drops the options in torch 2.15.
+  ///
+  /// \throws c10::ValueError for options out of range, and for a parameter that is in the optimizer
+  ///     already. The group is not added then.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   /// Takes a step.
@@ -195,7 +214,9 @@ class AMPFUSE_API Adam : public torch::optim::Optimizer {
     int64_t versions = 0;
     uint64_t addresses = 0;
 
-    bool operator==(const ParamWrites&) const = default;
+    bool operator==(const ParamWrites& other) const {
+      return masters == other.masters && versions == other.versions && addresses == other.addresses;
+    }
   };
 
   ParamWrites param_writes() const;
