@@ -1,6 +1,5 @@
 #include <ampfuse/grad_scaler.h>
 
-#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/le.h>
@@ -31,11 +30,6 @@ using amp::OptimizerState;
 using amp::ScalerState;
 using amp::Stage;
 
-// The device of the scale if scale_tensor() is called before scale() has seen a tensor.
-at::Device first_device(const GradScalerOptions& options) {
-  return options.device().value_or(at::hasCUDA() ? at::kCUDA : at::kCPU);
-}
-
 void check_has_scale(const ScalerState& state, const char* what) {
   TORCH_CHECK(state.scale.defined(), "Attempted ", what,
               " but _scale is None.  This may indicate your script did not use "
@@ -50,22 +44,23 @@ void check_closure(const torch::optim::Optimizer& optimizer, bool has_closure) {
               " LBFGS needs a closure: train without a scaler, in bfloat16 or float32");
 }
 
-void unscale(ScalerState& state, OptimizerState& of_optimizer) {
+void unscale(ScalerState& state, OptimizerState& of_optimizer,
+             const torch::optim::Optimizer& optimizer) {
   // The reciprocal is computed in double and rounded once, as torch does.
   const at::Tensor inv_scale = state.scale.to(at::kDouble).reciprocal().to(at::kFloat);
   of_optimizer.inspection =
-      amp::inspect(*of_optimizer.optimizer, inv_scale, at::zeros_like(state.scale),
+      amp::inspect(optimizer, inv_scale, at::zeros_like(state.scale),
                    state.options.allow_fp16_grads(), state.options.process_group());
   of_optimizer.stage = Stage::kUnscaled;
 }
 
-void inspect_scaled(ScalerState& state, OptimizerState& of_optimizer) {
+void inspect_scaled(ScalerState& state, OptimizerState& of_optimizer,
+                    const torch::optim::Optimizer& optimizer) {
   // A scale without a finite inverse counts as an overflow, whatever the gradients are.
   at::Tensor found_inf = at::empty_like(state.scale);
   at::le_out(found_inf, state.scale, math::kLargestScaleWithoutInverse);
-  of_optimizer.inspection =
-      amp::inspect(*of_optimizer.optimizer, at::ones_like(state.scale), found_inf,
-                   /*allow_fp16=*/true, state.options.process_group());
+  of_optimizer.inspection = amp::inspect(optimizer, at::ones_like(state.scale), found_inf,
+                                         /*allow_fp16=*/true, state.options.process_group());
   of_optimizer.inspection.is_scaled = true;
 }
 
@@ -97,21 +92,28 @@ void raise_if_collapsed(ScalerState& state) {
 }  // namespace
 
 GradScaler::GradScaler(GradScalerOptions options)
-    : state_(std::make_unique<ScalerState>(std::move(options))) {}
+    : state_(std::make_shared<ScalerState>(std::move(options))) {}
 GradScaler::~GradScaler() = default;
 GradScaler::GradScaler(GradScaler&&) noexcept = default;
 GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
 
+const std::shared_ptr<ScalerState>& GradScaler::checked_state() const {
+  TORCH_CHECK(state_,
+              "GradScaler: this scaler was moved from. Use the one that it was moved to, or assign "
+              "another one to it");
+  return state_;
+}
+
 bool GradScaler::is_enabled() const {
-  return state_->enabled;
+  return checked_state()->enabled;
 }
 
 const GradScalerOptions& GradScaler::options() const {
-  return state_->options;
+  return checked_state()->options;
 }
 
 GradScalerOptions& GradScaler::options() {
-  return state_->options;
+  return checked_state()->options;
 }
 
 // --- losses and gradients ------------------------------------------------------------------------
@@ -135,7 +137,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
               "unscale_() has already been called on this optimizer since the last update(). Is "
               "scaler.update() missing?");
   TORCH_CHECK(of_optimizer.stage != Stage::kStepped, "unscale_() is being called after step().");
-  unscale(*state_, of_optimizer);
+  unscale(*state_, of_optimizer, optimizer);
 }
 
 at::Tensor GradScaler::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm) {
@@ -165,9 +167,9 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   auto* const adam = dynamic_cast<Adam*>(&optimizer);
   if (of_optimizer.stage == Stage::kReady) {
     if (adam) {
-      inspect_scaled(*state_, of_optimizer);
+      inspect_scaled(*state_, of_optimizer, optimizer);
     } else {
-      unscale(*state_, of_optimizer);
+      unscale(*state_, of_optimizer, optimizer);
     }
   }
   const std::vector<at::Tensor>& flags = of_optimizer.inspection.found_infs;
@@ -270,26 +272,30 @@ double GradScaler::get_scale() const {
 }
 
 at::Tensor GradScaler::scale_tensor() {
-  const at::Device device = first_device(state_->options);
-  return is_enabled() ? state_->scale_on(device) : at::ones({}, at::TensorOptions(at::kFloat));
+  if (!is_enabled()) return at::ones({}, at::TensorOptions(at::kFloat));
+  return state_->scale_on(state_->first_device());
 }
 
 // --- results of past steps -----------------------------------------------------------------------
 
 at::Tensor GradScaler::step_skipped() const {
-  return state_->history.step_skipped();
+  return checked_state()->history.step_skipped();
 }
 
 bool GradScaler::was_skipped() {
-  return state_->history.was_skipped();
+  return checked_state()->history.was_skipped();
+}
+
+Gate GradScaler::gate(std::shared_ptr<torch::optim::LRScheduler> scheduler) const {
+  return Gate(std::move(scheduler), this);
 }
 
 void GradScaler::load_history(std::vector<ScaleRecord> records) {
-  state_->history.put_records(std::move(records));
+  checked_state()->history.put_records(std::move(records));
 }
 
 std::vector<ScaleRecord> GradScaler::history() const {
-  return state_->history.records();
+  return checked_state()->history.records();
 }
 
 std::vector<std::string> GradScaler::overflow_report(const torch::nn::Module& model) const {
@@ -299,7 +305,7 @@ std::vector<std::string> GradScaler::overflow_report(const torch::nn::Module& mo
 std::vector<std::string> GradScaler::overflow_report(
     const torch::OrderedDict<std::string, at::Tensor>& named_parameters) const {
   std::vector<std::string> names;
-  for (const at::Tensor& offender : state_->history.offenders()) {
+  for (const at::Tensor& offender : checked_state()->history.offenders()) {
     for (const auto& named : named_parameters) {
       if (named.value().is_same(offender)) names.push_back(named.key());
     }

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "../ops/update_scale.h"
+#include "../tensors/option_printer.h"
 
 namespace ampfuse::amp {
 
@@ -59,3 +60,59 @@ UpdateScaleOptions update_options(const GradScalerOptions& options) {
 }
 
 }  // namespace ampfuse::amp
+
+namespace ampfuse {
+
+namespace {
+
+// Calls `visit` with the name of each option and its values in both sets of options.
+template <typename Visit>
+void visit_options(const GradScalerOptions& left, const GradScalerOptions& right, Visit visit) {
+  visit("init_scale", left.init_scale(), right.init_scale());
+  visit("growth_factor", left.growth_factor(), right.growth_factor());
+  visit("backoff_factor", left.backoff_factor(), right.backoff_factor());
+  visit("growth_interval", left.growth_interval(), right.growth_interval());
+  visit("enabled", left.enabled(), right.enabled());
+  visit("device", left.device(), right.device());
+  visit("min_scale", left.min_scale(), right.min_scale());
+  visit("max_scale", left.max_scale(), right.max_scale());
+  visit("hysteresis", left.hysteresis(), right.hysteresis());
+  visit("hysteresis_refill", left.hysteresis_refill(), right.hysteresis_refill());
+  visit("dynamic", left.dynamic(), right.dynamic());
+  visit("max_consecutive_skips", left.max_consecutive_skips(), right.max_consecutive_skips());
+  visit("skip_outliers", left.skip_outliers(), right.skip_outliers());
+  visit("history", left.history(), right.history());
+  visit("process_group", left.process_group(), right.process_group());
+  visit("allow_fp16_grads", left.allow_fp16_grads(), right.allow_fp16_grads());
+  visit("allow_no_grads", left.allow_no_grads(), right.allow_no_grads());
+}
+
+std::ostream& print(std::ostream& stream, const char* name, const GradScalerOptions& options) {
+  stream << name << "(";
+  OptionPrinter print_option(stream);
+  visit_options(options, options, [&](const char* option, const auto& value, const auto&) {
+    print_option(option, value);
+  });
+  return stream << ")";
+}
+
+}  // namespace
+
+bool operator==(const GradScalerOptions& left, const GradScalerOptions& right) {
+  bool are_equal = true;
+  visit_options(left, right, [&](const char*, const auto& value, const auto& other) {
+    are_equal = are_equal && value == other;
+  });
+  return are_equal;
+}
+
+std::ostream& operator<<(std::ostream& stream, const GradScalerOptions& options) {
+  return print(stream, "ampfuse::GradScalerOptions", options);
+}
+
+std::ostream& operator<<(std::ostream& stream, const GradScaler& scaler) {
+  GradScalerOptions options = scaler.options();
+  return print(stream, "ampfuse::GradScaler", options.enabled(scaler.is_enabled()));
+}
+
+}  // namespace ampfuse

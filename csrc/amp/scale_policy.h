@@ -1,4 +1,5 @@
-// Checks the options of a GradScaler, and converts them to those of the op update_scale.
+// Checks the options of a GradScaler, and converts them to those of the op update_scale. The source
+// also compares and prints them.
 #pragma once
 
 #include <ampfuse/grad_scaler.h>

@@ -19,6 +19,13 @@ bool can_be_enabled(const GradScalerOptions& options) {
   return false;
 }
 
+at::Tensor first_param_of(const torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups()) {
+    if (!group.params().empty()) return group.params()[0];
+  }
+  return {};
+}
+
 }  // namespace
 
 ScalerState::ScalerState(GradScalerOptions given)
@@ -32,11 +39,19 @@ ScalerState::ScalerState(GradScalerOptions given)
 }
 
 OptimizerState& ScalerState::of(const torch::optim::Optimizer& optimizer) {
+  const at::Tensor first_param = first_param_of(optimizer);
   for (OptimizerState& known : optimizers) {
-    if (known.optimizer == &optimizer) return known;
+    if (first_param.defined() ? known.first_param.is_same(first_param)
+                              : known.address == &optimizer) {
+      return known;
+    }
   }
-  optimizers.push_back({&optimizer});
+  optimizers.push_back({first_param, &optimizer});
   return optimizers.back();
+}
+
+at::Device ScalerState::first_device() const {
+  return options.device().value_or(at::hasCUDA() ? at::kCUDA : at::kCPU);
 }
 
 const at::Tensor& ScalerState::scale_on(at::Device device) {

@@ -10,7 +10,8 @@ enum class Stage { kReady, kUnscaled, kStepped };
 
 /// An optimizer that was unscaled or stepped since the last update.
 struct OptimizerState {
-  const torch::optim::Optimizer* optimizer;
+  at::Tensor first_param;  // identifies the optimizer, whose address changes if it moves
+  const void* address;     // identifies an optimizer without parameters
   Stage stage = Stage::kReady;
   Inspection inspection = {};
 };
@@ -20,6 +21,9 @@ class ScalerState {
   explicit ScalerState(GradScalerOptions options);
 
   OptimizerState& of(const torch::optim::Optimizer& optimizer);
+
+  /// Returns the device of the scale if scale_tensor() is called before scale() has seen a tensor.
+  at::Device first_device() const;
 
   /// Returns the scale; creates it on `device` if it does not exist yet.
   const at::Tensor& scale_on(at::Device device);

@@ -6,9 +6,9 @@
 
 namespace ampfuse {
 
-CrossEntropyLossImpl::CrossEntropyLossImpl(CrossEntropyOptions options, GradScaler* scaler)
-    : options(std::move(options)), scaler(scaler) {
-  TORCH_CHECK_VALUE(!scaler || !this->options.grad_scale(),
+CrossEntropyLossImpl::CrossEntropyLossImpl(CrossEntropyOptions options, WeakScaler scaler)
+    : options(std::move(options)), scaler(std::move(scaler)) {
+  TORCH_CHECK_VALUE(!this->scaler || !this->options.grad_scale(),
                     "CrossEntropyLoss: pass either scaler or grad_scale, not both");
   weight = this->options.weight().value_or(at::Tensor());
   this->options.weight(std::nullopt);
@@ -29,8 +29,8 @@ void CrossEntropyLossImpl::pretty_print(std::ostream& stream) const {
 at::Tensor CrossEntropyLossImpl::forward(const at::Tensor& input, const at::Tensor& target,
                                          const std::optional<at::Tensor>& denominator) {
   CrossEntropyOptions here = options;
-  if (weight.defined()) here.weight(weight);
-  if (scaler != nullptr && scaler->is_enabled()) here.grad_scale(scaler->scale_tensor());
+  if (!here.weight() && weight.defined()) here.weight(weight);
+  if (auto scale = scaler.scale_tensor("CrossEntropyLoss")) here.grad_scale(std::move(scale));
   if (denominator) here.denominator(denominator);
   return cross_entropy(input, target, here);
 }

@@ -3,17 +3,16 @@
 #include <utility>
 
 #include "../ops/cross_entropy_options.h"
-#include "../tensors/dtype_name.h"
 
 namespace ampfuse {
 
 LinearCrossEntropyLossImpl::LinearCrossEntropyLossImpl(const torch::nn::LinearOptions& linear,
                                                        LinearCrossEntropyOptions options,
-                                                       GradScaler* scaler)
-    : linear_options(linear), options(std::move(options)), scaler(scaler) {
-  TORCH_CHECK_VALUE(!scaler || !this->options.grad_scale(),
+                                                       WeakScaler scaler)
+    : linear_options(linear), options(std::move(options)), scaler(std::move(scaler)) {
+  TORCH_CHECK_VALUE(!this->scaler || !this->options.grad_scale(),
                     "LinearCrossEntropyLoss: pass either scaler or grad_scale, not both");
-  weight = this->options.class_weight().value_or(at::Tensor());
+  class_weight = this->options.class_weight().value_or(at::Tensor());
   this->options.class_weight(std::nullopt);
   LinearCrossEntropyLossImpl::reset();
 }
@@ -21,7 +20,8 @@ LinearCrossEntropyLossImpl::LinearCrossEntropyLossImpl(const torch::nn::LinearOp
 void LinearCrossEntropyLossImpl::reset() {
   linear = register_module("linear", torch::nn::Linear(linear_options));
   // This is a copy; otherwise clones of the module would share the weight.
-  weight = register_buffer("weight", weight.defined() ? weight.detach().clone() : weight);
+  class_weight = register_buffer(
+      "weight", class_weight.defined() ? class_weight.detach().clone() : class_weight);
 }
 
 void LinearCrossEntropyLossImpl::pretty_print(std::ostream& stream) const {
@@ -29,17 +29,14 @@ void LinearCrossEntropyLossImpl::pretty_print(std::ostream& stream) const {
          << ", out_features=" << linear_options.out_features()
          << ", bias=" << (linear_options.bias() ? "true" : "false") << ", ";
   print_loss_options(stream, options);
-  if (options.chunk_rows()) stream << ", chunk_rows=" << *options.chunk_rows();
-  if (options.chunk_classes()) stream << ", chunk_classes=" << *options.chunk_classes();
-  if (options.logits_dtype()) stream << ", logits_dtype=" << dtype_name(*options.logits_dtype());
   stream << ")";
 }
 
 at::Tensor LinearCrossEntropyLossImpl::forward(const at::Tensor& hidden, const at::Tensor& target,
                                                const std::optional<at::Tensor>& denominator) {
   LinearCrossEntropyOptions here = options;
-  if (weight.defined()) here.class_weight(weight);
-  if (scaler != nullptr && scaler->is_enabled()) here.grad_scale(scaler->scale_tensor());
+  if (!here.class_weight() && class_weight.defined()) here.class_weight(class_weight);
+  if (auto scale = scaler.scale_tensor("LinearCrossEntropyLoss")) here.grad_scale(std::move(scale));
   if (denominator) here.denominator(denominator);
   std::optional<at::Tensor> bias;
   if (linear->bias.defined()) bias = linear->bias;

@@ -1,8 +1,63 @@
 #include "cross_entropy_options.h"
 
+#include <ampfuse/linear_cross_entropy.h>
+
+#include "../tensors/dtype_name.h"
+#include "../tensors/option_printer.h"
 #include "named_arguments.h"
 
 namespace ampfuse {
+
+namespace {
+
+const char* name_of(const LossReduction& reduction) {
+  if (std::holds_alternative<torch::enumtype::kNone>(reduction)) return "none";
+  return std::holds_alternative<torch::enumtype::kMean>(reduction) ? "mean" : "sum";
+}
+
+template <typename Options>
+OptionPrinter print_shared_options(std::ostream& stream, const Options& options) {
+  OptionPrinter print(stream);
+  print("reduction", options.reduction());
+  print("ignore_index", options.ignore_index());
+  print("label_smoothing", options.label_smoothing());
+  if (options.z_loss() != 0) print("z_loss", options.z_loss());
+  print("softcap", options.softcap());
+  return print;
+}
+
+}  // namespace
+
+CrossEntropyOptions& CrossEntropyOptions::reduction(const LossReduction& value) {
+  return reduction(std::string(name_of(value)));
+}
+
+LinearCrossEntropyOptions& LinearCrossEntropyOptions::reduction(const LossReduction& value) {
+  return reduction(std::string(name_of(value)));
+}
+
+void print_loss_options(std::ostream& stream, const CrossEntropyOptions& options) {
+  print_shared_options(stream, options);
+}
+
+void print_loss_options(std::ostream& stream, const LinearCrossEntropyOptions& options) {
+  OptionPrinter print = print_shared_options(stream, options);
+  print("chunk_rows", options.chunk_rows());
+  print("chunk_classes", options.chunk_classes());
+  if (options.logits_dtype()) print("logits_dtype", dtype_name(*options.logits_dtype()));
+}
+
+std::ostream& operator<<(std::ostream& stream, const CrossEntropyOptions& options) {
+  stream << "ampfuse::CrossEntropyOptions(";
+  print_loss_options(stream, options);
+  return stream << ")";
+}
+
+std::ostream& operator<<(std::ostream& stream, const LinearCrossEntropyOptions& options) {
+  stream << "ampfuse::LinearCrossEntropyOptions(";
+  print_loss_options(stream, options);
+  return stream << ")";
+}
 
 void LossOptions::check(const char* op, c10::ScalarType dtype) const {
   TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, op,

@@ -5,14 +5,17 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <iosfwd>
 #include <optional>
-#include <ostream>
 #include <string>
 
 #include "../math/cross_entropy.h"
 #include "named_values.h"
 
 namespace ampfuse {
+
+struct CrossEntropyOptions;
+struct LinearCrossEntropyOptions;
 
 struct LossOptions {
   int64_t reduction = at::Reduction::Mean;
@@ -54,13 +57,8 @@ LossOptions loss_options(const char* op, const Options& options) {
           options.label_smoothing(), options.z_loss(), options.softcap()};
 }
 
-/// Prints the shared options in the form that a module shows.
-template <typename Options>
-void print_loss_options(std::ostream& stream, const Options& options) {
-  stream << "reduction=" << options.reduction() << ", ignore_index=" << options.ignore_index()
-         << ", label_smoothing=" << options.label_smoothing();
-  if (options.z_loss() != 0) stream << ", z_loss=" << options.z_loss();
-  if (options.softcap()) stream << ", softcap=" << *options.softcap();
-}
+/// Prints options in the form that a module shows, without tensors.
+void print_loss_options(std::ostream& stream, const CrossEntropyOptions& options);
+void print_loss_options(std::ostream& stream, const LinearCrossEntropyOptions& options);
 
 }  // namespace ampfuse

@@ -3,6 +3,7 @@
 #include <ampfuse/ampfuse.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <sstream>
 
@@ -182,4 +183,105 @@ TEST_CASE("a scaler's step clips a group with a limit of its own by the norm of 
   CHECK(params[0].grad()[0].item<float>() == Approx(1 / 2.0));
   CHECK(params[1].grad()[0].item<float>() == Approx(3 / 4.0));
   CHECK(optimizer.grad_norm().item<float>() == Approx(4));
+}
+
+TEST_CASE("every method of a moved-from scaler throws, until another one is assigned to it") {
+  const auto param = torch::ones({2}).requires_grad_();
+  ampfuse::AdamW optimizer(Tensors{param});
+  GradScaler scaler;
+  const GradScaler moved = std::move(scaler);
+  std::stringstream stream;
+  const std::vector<std::function<void()>> calls = {
+      [&] { scaler.scale(param); },
+      [&] { scaler.unscale_(optimizer); },
+      [&] { scaler.clip_grad_norm_(optimizer, 1); },
+      [&] { scaler.step(optimizer); },
+      [&] { scaler.update(); },
+      [&] { scaler.update(2.0); },
+      [&] { scaler.update(torch::ones({})); },
+      [&] { scaler.get_scale(); },
+      [&] { scaler.scale_tensor(); },
+      [&] { scaler.is_enabled(); },
+      [&] { scaler.options(); },
+      [&] { std::as_const(scaler).options(); },
+      [&] { scaler.step_skipped(); },
+      [&] { scaler.was_skipped(); },
+      [&] { scaler.gate(std::make_shared<torch::optim::StepLR>(optimizer, 1)); },
+      [&] { scaler.history(); },
+      [&] { scaler.load_history({}); },
+      [&] { scaler.overflow_report(torch::OrderedDict<std::string, torch::Tensor>()); },
+      [&] { scaler.state_dict(); },
+      [&] { scaler.load_state_dict(moved.state_dict()); },
+      [&] { torch::save(scaler, stream); },
+      [&] { stream << scaler; },
+      [&] { ampfuse::CrossEntropyLoss(ampfuse::CrossEntropyOptions(), &scaler); }};
+  for (const auto& call : calls) CHECK_THROWS_WITH(call(), ContainsSubstring("was moved from"));
+
+  scaler = GradScaler(GradScalerOptions().init_scale(4));
+  CHECK(scaler.get_scale() == 4);
+}
+
+TEST_CASE("an optimizer that moves between unscale_ and step is not unscaled twice") {
+  const auto param = torch::zeros({1}).requires_grad_();
+  const auto step = [&](auto& optimizer) {
+    GradScaler scaler(GradScalerOptions().init_scale(64));
+    param.mutable_grad() = torch::Tensor();
+    scaler.scale(2 * param.sum()).backward();
+    scaler.unscale_(optimizer);
+    auto moved = std::move(optimizer);
+    scaler.step(moved);
+    CHECK(param.grad().item<float>() == 2);
+    CHECK_THROWS_WITH(scaler.step(moved), ContainsSubstring("step() has already been called"));
+    optimizer = std::move(moved);
+    CHECK_THROWS_WITH(scaler.unscale_(optimizer), ContainsSubstring("called after step()"));
+  };
+  ampfuse::AdamW ours(Tensors{param}, ampfuse::AdamWOptions().max_grad_norm(9));
+  step(ours);
+  CHECK(ours.grad_norm().item<float>() == 2);
+  torch::optim::SGD theirs(Tensors{param}, torch::optim::SGDOptions(0.5));
+  const float before = param.item<float>();
+  step(theirs);
+  CHECK(param.item<float>() == before - 1);
+}
+
+TEST_CASE("a gate steps a scheduler only after steps that were taken") {
+  for (const auto device : devices()) {
+    Training training(device);
+    ampfuse::AdamW optimizer(training.model->parameters(), ampfuse::AdamWOptions(1));
+    GradScaler scaler(GradScalerOptions().device(device));
+    ampfuse::Gate gate = scaler.gate(std::make_shared<torch::optim::StepLR>(optimizer, 1, 0.5));
+    for (const bool overflow : {false, true, false, true, true, false}) {
+      training.step(scaler, optimizer, overflow);
+      gate.step();
+    }
+    gate.wait();
+    CHECK(options_of(optimizer).lr() == 0.25);  // torch's first call does not change the rate
+
+    GradScaler moved = std::move(scaler);
+    training.step(moved, optimizer);
+    gate.step();
+    gate.wait();
+    CHECK(options_of(optimizer).lr() == 0.125);
+    moved = GradScaler(GradScalerOptions().enabled(false));
+    CHECK_THROWS_WITH(gate.step(), ContainsSubstring("gate: its GradScaler was destroyed"));
+    gate = moved.gate(std::make_shared<torch::optim::StepLR>(optimizer, 1, 0.5));
+    gate.step();
+    gate.step();
+    CHECK(options_of(optimizer).lr() == 0.0625);
+    CHECK_THROWS_WITH(moved.gate(nullptr), ContainsSubstring("expected a scheduler, got null"));
+  }
+}
+
+TEST_CASE("options of a scaler are compared and printed, and a device may be named") {
+  const auto options = GradScalerOptions().device("cpu").history(3).min_scale(0.5);
+  CHECK(options == GradScalerOptions(options));
+  CHECK(!(options == GradScalerOptions(options).device("meta")));
+  CHECK(!(options == GradScalerOptions(options).allow_no_grads(true)));
+  CHECK(GradScalerOptions().device("cuda:1").device() == torch::Device(torch::kCUDA, 1));
+  std::ostringstream text;
+  text << options << "\n" << GradScaler(GradScalerOptions(options).enabled(false));
+  const std::string first = "(init_scale=65536, growth_factor=2, backoff_factor=0.5, ";
+  CHECK_THAT(text.str(), ContainsSubstring("ampfuse::GradScalerOptions" + first));
+  CHECK_THAT(text.str(), ContainsSubstring("ampfuse::GradScaler" + first));
+  CHECK_THAT(text.str(), ContainsSubstring("enabled=false, device=cpu, min_scale=0.5, hysteresis"));
 }

@@ -203,15 +203,34 @@ TEST_CASE("LinearCrossEntropyLoss holds the layer, and clone copies it") {
   {
     const torch::NoGradGuard no_grad;
     copy->linear->weight.zero_();
-    copy->weight.zero_();
+    copy->class_weight.zero_();
   }
   CHECK(torch::equal(criterion(head.hidden, head.target), loss));
   CHECK_THROWS_WITH(ampfuse::LinearCrossEntropyLoss(
                         layer, LinearCrossEntropyOptions().grad_scale(torch::ones({})), &scaler),
                     ContainsSubstring("pass either scaler or grad_scale, not both"));
+  {
+    const ampfuse::GradScaler moved = std::move(scaler);
+    CHECK(torch::equal(criterion(head.hidden, head.target), loss));
+  }
+  CHECK_THROWS_WITH(criterion(head.hidden, head.target),
+                    ContainsSubstring("LinearCrossEntropyLoss: its GradScaler was destroyed"));
   std::ostringstream text;
   text << *criterion;
   CHECK_THAT(text.str(), ContainsSubstring("LinearCrossEntropyLoss(in_features=6"));
+}
+
+TEST_CASE("torch::nn::Linear rounds the product of a 3-D input before it adds the bias") {
+  // So its bits differ from those of Python's nn.Linear, which calls at::linear.
+  torch::manual_seed(0);
+  torch::nn::Linear layer(64, 32);
+  layer->to(torch::kBFloat16);
+  const torch::NoGradGuard no_grad;
+  const auto input = torch::randn({2, 16, 64}).to(torch::kBFloat16);
+  const auto as_in_python = at::linear(input, layer->weight, layer->bias);
+  CHECK(!torch::equal(layer(input), as_in_python));
+  CHECK(torch::equal(layer(input), input.matmul(layer->weight.t()) + layer->bias));
+  CHECK(torch::equal(layer(input.flatten(0, 1)).view_as(as_in_python), as_in_python));
 }
 
 TEST_CASE("vocabulary shards give the loss and gradients of the whole vocabulary") {

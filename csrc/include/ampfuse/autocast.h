@@ -36,6 +36,8 @@ struct AMPFUSE_API AutocastState {
 ///
 /// The end of the outermost scope drops the cache of cast weights. If an optimizer steps inside the
 /// scope, call clear_cache() after the step; otherwise the next forward uses the old weights.
+///
+/// The settings are those of this thread, so each thread needs a guard of its own.
 class AMPFUSE_API AutocastGuard {
  public:
   /// Sets autocast. Warns and leaves it off for CUDA without a GPU, and for dtypes other than half
@@ -47,12 +49,13 @@ class AMPFUSE_API AutocastGuard {
   /// \param enabled False switches autocast off.
   /// \param cache_enabled Whether weights that were cast are kept. By default this stays as it is.
   /// \throws c10::Error for a type of device that has no autocast.
-  explicit AutocastGuard(at::DeviceType device_type,
-                         std::optional<at::ScalarType> dtype = std::nullopt, bool enabled = true,
-                         std::optional<bool> cache_enabled = std::nullopt);
+  [[nodiscard]] explicit AutocastGuard(at::DeviceType device_type,
+                                       std::optional<at::ScalarType> dtype = std::nullopt,
+                                       bool enabled = true,
+                                       std::optional<bool> cache_enabled = std::nullopt);
 
   /// Sets the captured settings.
-  explicit AutocastGuard(const AutocastState& state);
+  [[nodiscard]] explicit AutocastGuard(const AutocastState& state);
 
   ~AutocastGuard();  ///< restores the settings from before
   AutocastGuard(const AutocastGuard&) = delete;
@@ -68,6 +71,11 @@ class AMPFUSE_API AutocastGuard {
 /// Switches autocast off for all devices until the end of the scope, for code that does its own
 /// casts.
 class AMPFUSE_API NoAutocastGuard {
+ public:
+  /// Switches autocast off.
+  [[nodiscard]] NoAutocastGuard() = default;
+
+ private:
   c10::impl::ExcludeDispatchKeyGuard excluded_{c10::autocast_dispatch_keyset};
 };
 

@@ -18,7 +18,8 @@ AMPFUSE_API at::Tensor get_total_norm(at::TensorList tensors, double norm_type =
 /// Multiplies gradients in place by min(1, max_norm / (total_norm + 1e-6)).
 ///
 /// \param parameters Tensors whose gradients are clipped. Those without a gradient are left out.
-/// \param max_norm The largest norm that is allowed.
+/// \param max_norm The largest norm that is allowed. As in torch it is not checked: a negative one
+///     reverses the gradients.
 /// \param total_norm The norm of all gradients, as get_total_norm() returns it.
 AMPFUSE_API void clip_grads_with_norm_(at::TensorList parameters, double max_norm,
                                        const at::Tensor& total_norm);
@@ -30,7 +31,8 @@ AMPFUSE_API void clip_grads_with_norm_(at::TensorList parameters, double max_nor
 /// GradScaler, use GradScaler::clip_grad_norm_, which unscales and measures in one pass.
 ///
 /// \param parameters Tensors whose gradients are clipped. Those without a gradient are left out.
-/// \param max_norm The largest norm that is allowed.
+/// \param max_norm The largest norm that is allowed. As in torch it is not checked: a negative one
+///     reverses the gradients.
 /// \param norm_type The order of the norm: 1, 2 or infinity.
 /// \param error_if_nonfinite If true, the host waits for the norm, and throws unless it is finite.
 /// \return The norm before clipping: a 0-dim tensor on the first gradient's device.

@@ -3,11 +3,18 @@
 #include <ATen/core/Tensor.h>
 #include <ampfuse/export.h>
 #include <torch/arg.h>
+#include <torch/enum.h>
 
+#include <iosfwd>
 #include <optional>
 #include <string>
+#include <variant>
 
 namespace ampfuse {
+
+/// A reduction as in torch::nn::CrossEntropyLossOptions.
+using LossReduction =
+    std::variant<torch::enumtype::kNone, torch::enumtype::kMean, torch::enumtype::kSum>;
 
 /// Options of cross_entropy. All have a default, so `{}` is valid.
 struct AMPFUSE_API CrossEntropyOptions {
@@ -31,7 +38,14 @@ struct AMPFUSE_API CrossEntropyOptions {
   TORCH_ARG(double, z_loss) = 0.0;
   /// If set, softcap · tanh(logits / softcap) takes the place of the logits.
   TORCH_ARG(std::optional<double>, softcap) = std::nullopt;
+
+ public:
+  /// Sets the reduction to torch::kNone, torch::kMean or torch::kSum.
+  CrossEntropyOptions& reduction(const LossReduction& value);
 };
+
+/// Prints the options that are set, with their names, without tensors.
+AMPFUSE_API std::ostream& operator<<(std::ostream& stream, const CrossEntropyOptions& options);
 
 /// Metrics of each row from the same pass, in the shape of index targets, without a derivative.
 struct CrossEntropyMetrics {

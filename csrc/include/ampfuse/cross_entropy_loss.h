@@ -19,12 +19,14 @@ namespace ampfuse {
 /// that is the upstream gradient of scaler.scale(loss).backward(). To accumulate gradients, call
 /// the module for each micro-batch with the denominator of the whole batch, and do not divide its
 /// loss.
+///
+/// Several threads may call a module at the same time if it has no scaler.
 struct AMPFUSE_API CrossEntropyLossImpl : torch::nn::Cloneable<CrossEntropyLossImpl> {
   /// \param options The options of each call. With a scaler, `grad_scale` must not be set.
-  /// \param scaler The scaler of the training, or null. Clones of the module refer to the same one,
-  ///     which must outlive them and must not move.
+  /// \param scaler The scaler of the training, or null. Clones of the module refer to the same one.
+  ///     It may move, but forward() throws if it no longer exists.
   /// \throws c10::ValueError if both a scaler and a `grad_scale` are given.
-  explicit CrossEntropyLossImpl(CrossEntropyOptions options = {}, GradScaler* scaler = nullptr);
+  explicit CrossEntropyLossImpl(CrossEntropyOptions options = {}, WeakScaler scaler = nullptr);
 
   /// Registers the class weights as a buffer, which is a copy.
   void reset() override;
@@ -37,12 +39,13 @@ struct AMPFUSE_API CrossEntropyLossImpl : torch::nn::Cloneable<CrossEntropyLossI
   /// \param input Logits, as for cross_entropy.
   /// \param target Class indices or probabilities, as for cross_entropy.
   /// \param denominator Replaces the denominator in the options.
+  /// \throws c10::Error if the module has a scaler that no longer exists.
   at::Tensor forward(const at::Tensor& input, const at::Tensor& target,
                      const std::optional<at::Tensor>& denominator = std::nullopt);
 
-  CrossEntropyOptions options;  ///< all options except the weight
+  CrossEntropyOptions options;  ///< all options; a weight that is set later replaces the buffer
   at::Tensor weight;            ///< the class weights: a buffer of shape [classes], or undefined
-  GradScaler* scaler;           ///< the scaler whose scale is used, or null
+  WeakScaler scaler;            ///< the scaler whose scale is used, or none
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Tensor>())})

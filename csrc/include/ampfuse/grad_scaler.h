@@ -4,10 +4,13 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ampfuse/export.h>
+#include <ampfuse/gate.h>
+#include <ampfuse/weak_scaler.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 #include <torch/ordered_dict.h>
 
+#include <iosfwd>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -23,7 +26,6 @@ namespace ampfuse {
 class Adam;
 
 namespace amp {
-class ScalerState;
 struct Inspection;
 }  // namespace amp
 
@@ -32,7 +34,8 @@ struct Inspection;
 struct AMPFUSE_API GradScalerOptions {
   /// The first scale.
   TORCH_ARG(double, init_scale) = 65536.0;
-  /// The scale is multiplied by this factor after `growth_interval` steps without overflow.
+  /// The scale is multiplied by this factor after `growth_interval` steps without overflow. The
+  /// constructor requires more than 1, as torch's; later it may be set to 1.
   TORCH_ARG(double, growth_factor) = 2.0;
   /// The scale is multiplied by this factor when an overflow lowers it.
   TORCH_ARG(double, backoff_factor) = 0.5;
@@ -73,7 +76,16 @@ struct AMPFUSE_API GradScalerOptions {
   TORCH_ARG(bool, allow_fp16_grads) = false;
   /// Accept steps of optimizers whose parameters have no gradients.
   TORCH_ARG(bool, allow_no_grads) = false;
+
+ public:
+  /// Sets the device to the one with this name, for example "cuda:0".
+  GradScalerOptions& device(const std::string& name) { return device(at::Device(name)); }
 };
+
+/// Returns true if all options are the same.
+AMPFUSE_API bool operator==(const GradScalerOptions& left, const GradScalerOptions& right);
+/// Prints the options that are set, with their names.
+AMPFUSE_API std::ostream& operator<<(std::ostream& stream, const GradScalerOptions& options);
 
 /// Thrown by GradScaler::update() after `max_consecutive_skips` overflows in a row. The scale is
 /// updated before, so training may continue.
@@ -114,7 +126,11 @@ struct ScaleRecord {
 ///     clean_step        | any step without overflow | apex; DeepSpeed's consecutive_hysteresis
 ///
 /// States of each optimizer: READY ─unscale_()─▶ UNSCALED ─step()─▶ STEPPED ─update()─▶ READY. In
-/// the state READY, step() unscales the gradients itself, or the optimizer does.
+/// the state READY, step() unscales the gradients itself, or the optimizer does. A state belongs to
+/// the first parameter of an optimizer, so it remains if the optimizer moves.
+///
+/// All methods throw c10::Error if the scaler was moved from. One thread at a time may use a scaler
+/// and its optimizers.
 class AMPFUSE_API GradScaler {
  public:
   /// Makes a scaler.
@@ -123,9 +139,9 @@ class AMPFUSE_API GradScaler {
   explicit GradScaler(GradScalerOptions options = {});
   ~GradScaler();
 
-  /// The moved-from scaler may only be assigned to or destroyed.
+  /// Loss modules and gates that refer to a scaler go on with the one that it was moved to.
   GradScaler(GradScaler&&) noexcept;
-  /// The moved-from scaler may only be assigned to or destroyed.
+  /// Loss modules and gates that refer to the scaler before the assignment throw from then on.
   GradScaler& operator=(GradScaler&&) noexcept;
 
   /// Returns the outputs times the scale. The first call creates the scale on their device.
@@ -143,6 +159,8 @@ class AMPFUSE_API GradScaler {
   /// does not wait. One pass unscales and measures the gradients (if unscale_() was called before,
   /// it only reads them); a second pass writes them only if the norm is above `max_norm`. With
   /// ampfuse::Adam and AdamW, the option `max_grad_norm` does the same within the step.
+  ///
+  /// As in torch, `max_norm` is not checked: a negative one reverses the gradients.
   ///
   /// \return The norm before clipping: 0-dim, on the gradients' device.
   at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm);
@@ -189,6 +207,9 @@ class AMPFUSE_API GradScaler {
   /// Returns whether the last step was skipped. The host waits for the step.
   bool was_skipped();
 
+  /// Returns a gate that steps a learning rate scheduler only if the step was not skipped.
+  Gate gate(std::shared_ptr<torch::optim::LRScheduler> scheduler) const;
+
   /// Returns the last updates, the oldest one first; at most as many as the option `history`. This
   /// makes one copy to the host, which waits for it.
   std::vector<ScaleRecord> history() const;
@@ -223,11 +244,19 @@ class AMPFUSE_API GradScaler {
   void load(torch::serialize::InputArchive& archive);
 
  private:
+  friend class WeakScaler;
+
+  /// Returns the state. Throws if the scaler was moved from.
+  const std::shared_ptr<amp::ScalerState>& checked_state() const;
+
   at::Tensor step_with_tensors(Adam& optimizer, const amp::Inspection& inspection,
                                const at::Tensor& found_inf);
 
-  std::unique_ptr<amp::ScalerState> state_;
+  std::shared_ptr<amp::ScalerState> state_;
 };
+
+/// Prints the options, and whether the scaler is enabled. The host does not wait for the scale.
+AMPFUSE_API std::ostream& operator<<(std::ostream& stream, const GradScaler& scaler);
 
 /// Calls GradScaler::save(), for torch::save.
 AMPFUSE_API torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,

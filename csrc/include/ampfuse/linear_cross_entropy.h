@@ -6,6 +6,7 @@
 #include <ampfuse/vocab_shard.h>
 #include <torch/arg.h>
 
+#include <iosfwd>
 #include <optional>
 #include <string>
 
@@ -62,7 +63,15 @@ struct AMPFUSE_API LinearCrossEntropyOptions {
   /// whole gradient of the hidden states. A loss is NaN if the shards do not cover all classes, or
   /// if no shard has the row's target; other differences between ranks are not detected.
   TORCH_ARG(std::optional<VocabShard>, shard) = std::nullopt;
+
+ public:
+  /// Sets the reduction to torch::kNone, torch::kMean or torch::kSum.
+  LinearCrossEntropyOptions& reduction(const LossReduction& value);
 };
+
+/// Prints the options that are set, with their names, without tensors.
+AMPFUSE_API std::ostream& operator<<(std::ostream& stream,
+                                     const LinearCrossEntropyOptions& options);
 
 /// Computes ampfuse::cross_entropy of torch::nn::functional::linear(hidden, weight, bias), but
 /// holds the logits of only one chunk of rows in memory at a time.

@@ -23,15 +23,17 @@ namespace ampfuse {
 /// that is the upstream gradient of scaler.scale(loss).backward(). To accumulate gradients, call
 /// the module for each micro-batch with the denominator of the whole batch, and do not divide its
 /// loss.
+///
+/// Several threads may call a module at the same time if it has no scaler.
 struct AMPFUSE_API LinearCrossEntropyLossImpl : torch::nn::Cloneable<LinearCrossEntropyLossImpl> {
   /// \param linear The sizes of the layer (features, classes), and whether it has a bias.
   /// \param options The options of each call. With a scaler, `grad_scale` must not be set.
-  /// \param scaler The scaler of the training, or null. Clones of the module refer to the same one,
-  ///     which must outlive them and must not move.
+  /// \param scaler The scaler of the training, or null. Clones of the module refer to the same one.
+  ///     It may move, but forward() throws if it no longer exists.
   /// \throws c10::ValueError if both a scaler and a `grad_scale` are given.
   explicit LinearCrossEntropyLossImpl(const torch::nn::LinearOptions& linear,
                                       LinearCrossEntropyOptions options = {},
-                                      GradScaler* scaler = nullptr);
+                                      WeakScaler scaler = nullptr);
 
   /// Registers a new layer, and the class weights as a buffer, which is a copy.
   void reset() override;
@@ -44,14 +46,16 @@ struct AMPFUSE_API LinearCrossEntropyLossImpl : torch::nn::Cloneable<LinearCross
   /// \param hidden The inputs of the layer, of shape [..., features].
   /// \param target Class indices or probabilities, as for linear_cross_entropy.
   /// \param denominator Replaces the denominator in the options.
+  /// \throws c10::Error if the module has a scaler that no longer exists.
   at::Tensor forward(const at::Tensor& hidden, const at::Tensor& target,
                      const std::optional<at::Tensor>& denominator = std::nullopt);
 
   torch::nn::LinearOptions linear_options;  ///< the sizes of the layer
-  LinearCrossEntropyOptions options;        ///< all options except class_weight
+  LinearCrossEntropyOptions options;   ///< all options; a later class_weight replaces the buffer
   torch::nn::Linear linear = nullptr;  ///< holds the layer's parameters; its forward is not called
-  at::Tensor weight;   ///< the class weights: a buffer of shape [classes], or undefined
-  GradScaler* scaler;  ///< the scaler whose scale is used, or null
+  /// The class weights, of shape [classes], or undefined. The buffer has Python's name, "weight".
+  at::Tensor class_weight;
+  WeakScaler scaler;  ///< the scaler whose scale is used, or none
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Tensor>())})
