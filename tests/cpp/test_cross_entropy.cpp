@@ -143,6 +143,12 @@ TEST_CASE("CrossEntropyLoss has its weight as a buffer, which is cloned, saved a
   CHECK(copy->weight.scalar_type() == torch::kDouble);
   CHECK(CrossEntropyLoss()->named_buffers().is_empty());
 
+  const auto logits = torch::tensor({{1.0f, 0.0f}, {0.0f, 0.0f}});
+  const auto target = torch::tensor({0, 1});
+  criterion->options.weight(torch::tensor({1.0f, 5.0f}));
+  CHECK(torch::equal(criterion(logits, target),
+                     ampfuse::cross_entropy(logits, target, criterion->options)));
+
   CrossEntropyLoss loaded(CrossEntropyOptions().weight(torch::zeros({2})));
   std::stringstream file;
   torch::save(criterion, file);
@@ -155,4 +161,81 @@ TEST_CASE("CrossEntropyLoss has its weight as a buffer, which is cloned, saved a
         "ampfuse::CrossEntropyLoss(reduction=mean, ignore_index=-100, label_smoothing=0)"
         "ampfuse::CrossEntropyLoss(reduction=mean, ignore_index=-100, label_smoothing=0, "
         "z_loss=0.5, softcap=30)");
+}
+
+TEST_CASE("a loss follows its scaler when it moves, and throws when it is gone") {
+  const auto logits = torch::zeros({1, 2}).requires_grad_();
+  const auto target = torch::tensor({0});
+  const auto options = ampfuse::GradScalerOptions().device(torch::kCPU).init_scale(64);
+  struct Trainer {
+    ampfuse::GradScaler scaler;
+    CrossEntropyLoss criterion{CrossEntropyOptions(), &scaler};
+  };
+  Trainer first{ampfuse::GradScaler(options)};
+  Trainer moved = std::move(first);
+  moved.scaler.scale_tensor();
+  moved.scaler.update(16.0);
+  moved.scaler.scale(moved.criterion(logits, target)).backward();
+  CHECK(torch::equal(logits.grad(), torch::tensor({{-8.0f, 8.0f}})));
+
+  const auto copy = moved.criterion->clone();
+  moved.scaler = ampfuse::GradScaler(options);
+  const std::string words = "CrossEntropyLoss: its GradScaler was destroyed";
+  CHECK_THROWS_WITH(moved.criterion(logits, target), ContainsSubstring(words));
+  CHECK_THROWS_WITH(
+      std::dynamic_pointer_cast<ampfuse::CrossEntropyLossImpl>(copy)->forward(logits, target),
+      ContainsSubstring(words));
+  moved.criterion->scaler = &moved.scaler;
+  CHECK(moved.criterion(logits, target).item<float>() == Approx(std::log(2.0)));
+}
+
+TEST_CASE("reductions may be torch's constants, and options are printed") {
+  const auto sum = CrossEntropyOptions().reduction(torch::kSum);
+  CHECK(sum.reduction() == "sum");
+  CHECK(CrossEntropyOptions().reduction(torch::kNone).reduction() == "none");
+  CHECK(ampfuse::LinearCrossEntropyOptions().reduction(torch::kMean).reduction() == "mean");
+  std::ostringstream text;
+  text << sum << ampfuse::LinearCrossEntropyOptions().chunk_rows(4).logits_dtype(torch::kFloat);
+  CHECK(text.str() ==
+        "ampfuse::CrossEntropyOptions(reduction=sum, ignore_index=-100, label_smoothing=0)"
+        "ampfuse::LinearCrossEntropyOptions(reduction=mean, ignore_index=-100, label_smoothing=0, "
+        "chunk_rows=4, logits_dtype=float32)");
+}
+
+TEST_CASE("accumulate gives the loss and gradients of the whole batch") {
+  torch::manual_seed(3);
+  const auto weight = torch::randn({5, 3}).requires_grad_();
+  const auto inputs = torch::randn({6, 5});
+  const auto targets = torch::tensor({0, 2, 1, 1, -100, 2});
+  const auto whole = ampfuse::cross_entropy(inputs.matmul(weight), targets);
+  const auto expected = torch::autograd::grad({whole}, {weight})[0];
+  std::vector<torch::data::Example<>> micro_batches;
+  for (const int64_t first : {0, 4}) {
+    micro_batches.emplace_back(inputs.slice(0, first, first + 4),
+                               targets.slice(0, first, first + 4));
+  }
+  const auto step = [&](const auto& part, const torch::Tensor& denominator) {
+    return ampfuse::cross_entropy(part.data.matmul(weight), part.target,
+                                  CrossEntropyOptions().denominator(denominator));
+  };
+  const auto count = [](const auto& part) {
+    return part.target.ne(-100).sum().template item<int>();
+  };
+  ampfuse::GradScaler scaler(ampfuse::GradScalerOptions().device(torch::kCPU).init_scale(8));
+
+  CHECK(torch::allclose(ampfuse::accumulate(step, micro_batches), whole));
+  CHECK(torch::allclose(weight.grad(), expected));
+  weight.mutable_grad() = torch::Tensor();
+  CHECK(torch::allclose(ampfuse::accumulate(step, micro_batches, &scaler, count), whole));
+  CHECK(torch::allclose(weight.grad(), 8 * expected));
+
+  micro_batches.clear();
+  CHECK_THROWS_WITH(ampfuse::accumulate(step, micro_batches),
+                    ContainsSubstring("micro_batches: expected at least one, got none"));
+  const std::vector<std::pair<torch::Tensor, torch::Tensor>> pairs = {{inputs, inputs}};
+  const auto rows = [&](const auto& pair, const auto&) { return pair.first.matmul(weight); };
+  CHECK_THROWS_WITH(ampfuse::accumulate(rows, pairs),
+                    ContainsSubstring("expected micro-batches with integer targets, got float32"));
+  CHECK_THROWS_WITH(ampfuse::accumulate(rows, pairs, nullptr, [](const auto&) { return 6; }),
+                    ContainsSubstring("step: expected a loss of one element, got 18"));
 }

@@ -18,11 +18,14 @@
 ///     }
 ///
 /// - AutocastGuard makes the operators in a scope compute in 16 bits.
-/// - GradScaler scales losses, and skips steps that overflow.
+/// - GradScaler scales losses, and skips steps that overflow. A Gate steps a learning rate
+/// scheduler
+///   only if the step was not skipped.
 /// - Adam and AdamW are optimizers with master weights, unscaling and clipping.
 /// - cross_entropy() and CrossEntropyLoss compute losses, and their gradients in the same pass.
 /// - linear_cross_entropy() and LinearCrossEntropyLoss compute an output layer and its loss without
 ///   holding all logits in memory.
+/// - accumulate() adds up the gradients of micro-batches.
 /// - clip_grad_norm_() and get_total_norm() clip and measure gradients of other optimizers.
 /// - multi_tensor_norm(), multi_tensor_unscale(), multi_tensor_clip(), fused_adam() and
 ///   update_scale() are the operators that the classes are made of.
@@ -32,14 +35,19 @@
 /// c10::IndexError and c10::NotImplementedError. Print what_without_backtrace(), since what() has a
 /// backtrace. ScaleCollapseError and checkpoint::Error are std::runtime_error. Where a training
 /// step makes the host wait for a GPU, the comment of the function says so.
+///
+/// Threads may call the functions at the same time, unless one writes a tensor that the other uses.
+/// The comment of a class says what threads may do with its objects.
 #pragma once
 
+#include <ampfuse/accumulate.h>
 #include <ampfuse/autocast.h>
 #include <ampfuse/build_info.h>
 #include <ampfuse/clip_grad.h>
 #include <ampfuse/cross_entropy.h>
 #include <ampfuse/cross_entropy_loss.h>
 #include <ampfuse/fused_adam.h>
+#include <ampfuse/gate.h>
 #include <ampfuse/grad_scaler.h>
 #include <ampfuse/linear_cross_entropy.h>
 #include <ampfuse/linear_cross_entropy_loss.h>
@@ -49,3 +57,4 @@
 #include <ampfuse/optim.h>
 #include <ampfuse/update_scale.h>
 #include <ampfuse/version.h>
+#include <ampfuse/weak_scaler.h>
