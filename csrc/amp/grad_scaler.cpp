@@ -36,6 +36,12 @@ void check_has_scale(const ScalerState& state, const char* what) {
               "scaler.scale(loss or outputs) earlier in the iteration.");
 }
 
+void check_is_scaled(const ScalerState& state, const char* what) {
+  TORCH_CHECK(!state.has_announced || state.has_scaled, "Attempted ", what,
+              " but no loss was scaled since the last update(), although a loss module with a "
+              "scaler was called. Did you call scaler.scale(loss).backward()?");
+}
+
 void check_closure(const torch::optim::Optimizer& optimizer, bool has_closure) {
   constexpr const char* refusal =
       "Closure use is not currently supported if GradScaler is enabled.";
@@ -120,6 +126,7 @@ GradScalerOptions& GradScaler::options() {
 
 at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!is_enabled()) return outputs;
+  state_->has_scaled = true;
   return outputs * on_device(state_->scale_on(outputs.device()), outputs.device());
 }
 
@@ -132,6 +139,7 @@ std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!is_enabled()) return;
   check_has_scale(*state_, "unscale_");
+  check_is_scaled(*state_, "unscale_");
   OptimizerState& of_optimizer = state_->of(optimizer);
   TORCH_CHECK(of_optimizer.stage != Stage::kUnscaled,
               "unscale_() has already been called on this optimizer since the last update(). Is "
@@ -160,6 +168,7 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   if (!is_enabled()) return optimizer.step(std::move(closure));
   check_closure(optimizer, closure != nullptr);
   check_has_scale(*state_, "step");
+  check_is_scaled(*state_, "step");
   OptimizerState& of_optimizer = state_->of(optimizer);
   TORCH_CHECK(
       of_optimizer.stage != Stage::kStepped,
@@ -245,7 +254,7 @@ void GradScaler::update() {
     if (policy.skip_outliers && policy.norm) tensors.norms = state_->history.norms(device);
     update_scale(tensors, found_infs, policy);
   }
-  state_->optimizers.clear();
+  state_->forget_steps();
   raise_if_collapsed(*state_);
 }
 
@@ -254,7 +263,7 @@ void GradScaler::update(double new_scale) {
   check_has_scale(*state_, "update");
   amp::check_scale("new_scale", new_scale);
   state_->scale.fill_(new_scale);
-  state_->optimizers.clear();
+  state_->forget_steps();
 }
 
 void GradScaler::update(const at::Tensor& new_scale) {
@@ -264,7 +273,7 @@ void GradScaler::update(const at::Tensor& new_scale) {
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
               "torch.FloatTensor with requires_grad=False.");
   state_->scale.copy_(new_scale.reshape({}));
-  state_->optimizers.clear();
+  state_->forget_steps();
 }
 
 double GradScaler::get_scale() const {

@@ -1,3 +1,4 @@
+#include <ATen/core/grad_mode.h>
 #include <ampfuse/grad_scaler.h>
 
 #include "scaler_state.h"
@@ -19,6 +20,7 @@ std::shared_ptr<amp::ScalerState> WeakScaler::lock(const char* owner) const {
 std::optional<at::Tensor> WeakScaler::scale_tensor(const char* owner) const {
   const auto state = lock(owner);
   if (!state || !state->enabled) return std::nullopt;
+  state->has_announced = state->has_announced || at::GradMode::is_enabled();
   return state->scale_on(state->first_device());
 }
 

@@ -208,6 +208,7 @@ void Adam::add_param_group(const torch::optim::OptimizerParamGroup& group) {
   const auto& options = group.has_options() ? group.options() : defaults();
   const AdamSettings settings = optim::checked_settings(options, index);
   optim::check_initial(settings);
+  optim::warn_of_slow_decay(settings);
   optim::check_params(group, settings, index);
   check_new_params(group, param_groups_);
   Optimizer::add_param_group(group);

@@ -152,6 +152,14 @@ void check_initial(const AdamSettings& settings) {
                     "Invalid weight_decay value: ", settings.weight_decay);
 }
 
+void warn_of_slow_decay(const AdamSettings& settings) {
+  if (settings.state_dtype != at::kBFloat16 || settings.beta2 <= 0.99) return;
+  TORCH_WARN("state_dtype of bfloat16 with a second beta of ", settings.beta2,
+             ": rounding keeps a bfloat16 second moment from shrinking if the second beta is above "
+             "0.99, so steps stay too small after large gradients. Pass for example "
+             "betas({0.9, 0.95})");
+}
+
 void check_max_grad_norm(std::optional<double> max_grad_norm) {
   TORCH_CHECK_VALUE(!max_grad_norm || *max_grad_norm >= 0,
                     "max_grad_norm: expected None or at least 0, got ", *max_grad_norm);

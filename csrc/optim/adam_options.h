@@ -30,6 +30,10 @@ AdamSettings checked_settings(const torch::optim::OptimizerOptions& options, siz
 /// call this: schedules may go below 0 later, as in torch.
 void check_initial(const AdamSettings& settings);
 
+/// Warns of a second moment in bfloat16 that can grow but not shrink: multiplied by a beta above
+/// 1 - 2⁻⁸, a number may be rounded to what it was.
+void warn_of_slow_decay(const AdamSettings& settings);
+
 /// Throws unless the limit is absent or at least 0.
 void check_max_grad_norm(std::optional<double> max_grad_norm);
 

@@ -189,6 +189,21 @@ TEST_CASE("a loss follows its scaler when it moves, and throws when it is gone")
   CHECK(moved.criterion(logits, target).item<float>() == Approx(std::log(2.0)));
 }
 
+TEST_CASE("a step throws if a loss module was called and no loss was scaled") {
+  const auto logits = torch::zeros({1, 2}).requires_grad_();
+  const auto target = torch::tensor({0});
+  ampfuse::GradScaler scaler(ampfuse::GradScalerOptions().device(torch::kCPU));
+  CrossEntropyLoss criterion(CrossEntropyOptions(), &scaler);
+  torch::optim::SGD optimizer({logits}, 1.0);
+  scaler.scale(criterion(logits, target)).backward();
+  scaler.step(optimizer);
+  scaler.update();
+  criterion(logits, target).backward();
+  const std::string words = " but no loss was scaled since the last update()";
+  CHECK_THROWS_WITH(scaler.step(optimizer), ContainsSubstring("Attempted step" + words));
+  CHECK_THROWS_WITH(scaler.unscale_(optimizer), ContainsSubstring("Attempted unscale_" + words));
+}
+
 TEST_CASE("reductions may be torch's constants, and options are printed") {
   const auto sum = CrossEntropyOptions().reduction(torch::kSum);
   CHECK(sum.reduction() == "sum");

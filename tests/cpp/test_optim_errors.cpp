@@ -30,6 +30,18 @@ TEST_CASE("options out of range are refused") {
           "state_dtype: expected float32 or bfloat16, got float16");
 }
 
+TEST_CASE("moments in bfloat16 that cannot shrink are warned of at construction") {
+  Warnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  const auto params = parameters(torch::kCPU);
+  const auto narrow = AdamWOptions().state_dtype(torch::kBFloat16);
+  const ampfuse::AdamW quiet(params, AdamWOptions(narrow).betas({0.9, 0.99}));
+  CHECK(warnings.messages.empty());
+  const ampfuse::AdamW optimizer(params, narrow);
+  REQUIRE(warnings.messages.size() == 1);
+  CHECK_THAT(warnings.messages[0], ContainsSubstring("second beta of 0.999"));
+}
+
 TEST_CASE("options that became invalid are refused before a step writes anything") {
   const auto params = parameters(torch::kCPU);
   const auto before = copies(params);

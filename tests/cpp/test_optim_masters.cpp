@@ -132,11 +132,7 @@ TEST_CASE("setting a parameter with a remainder to 0 or infinity gives no NaN") 
 }
 
 TEST_CASE("loading a model without syncing masters warns once") {
-  // Collects warnings instead of printing them.
-  struct Warnings : c10::WarningHandler {
-    void process(const c10::Warning& warning) override { messages.push_back(warning.msg()); }
-    std::vector<std::string> messages;
-  } warnings;
+  Warnings warnings;
   const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
   const auto params = parameters(torch::kCPU, torch::kBFloat16);
   ampfuse::AdamW optimizer(params, AdamWOptions(0));

@@ -24,7 +24,7 @@ class AMPFUSE_API WeakScaler {
   /// Returns true if this refers to a scaler, which may no longer exist.
   explicit operator bool() const { return is_set_; }
 
-  /// Returns the scale, or nothing if there is no scaler or it is disabled. `owner` is named in the
+  /// Returns the scale for a loss that is to be scaled, or nothing if there is no scaler or it is disabled. `owner` is named in the
   /// message of an error.
   ///
   /// \throws c10::Error if the scaler was destroyed, or another one was assigned to it.
