@@ -7,6 +7,7 @@ is a dict with one key that begins with "$": {"$tensor": name}, {"$tuple": [...]
 import base64
 import math
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from numbers import Integral
@@ -67,9 +68,10 @@ class Encoder:
             return {"$device": str(value)}
         if type(value).__module__ == "numpy":
             return self._encode_numpy(value, place)
+        remedy = "; use vars(args)" if isinstance(value, Namespace) else ""
         raise TypeError(
             f"save: {place} is of {type(value)}; a checkpoint holds tensors, arrays, numbers, "
-            "texts, bytes, lists, tuples and dicts of them"
+            f"texts, bytes, lists, tuples and dicts of them{remedy}"
         )
 
     def _dict(self, value: dict[Any, Any], place: str) -> Any:

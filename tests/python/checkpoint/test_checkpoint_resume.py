@@ -1,6 +1,7 @@
 """Training goes on from a checkpoint as if it had never stopped, bit for bit."""
 
 import random
+from argparse import Namespace
 
 import ampfuse.checkpoint as checkpoint
 import numpy as np
@@ -219,6 +220,7 @@ def test_optimizer_state_that_belongs_to_no_parameter_comes_back(tmp_path):
             "save: loader: expected an object with state_dict and load_state_dict, got list; "
             "torchdata.stateful_dataloader.StatefulDataLoader has them",
         ),
+        ({"step": 1, "values": {"args": Namespace(lr=1)}}, TypeError, "; use vars(args)"),
         ({"step": 1, "values": {"f": print}}, TypeError, "save: values/f is of <class 'builtin_"),
         (
             {"step": 1, "values": torch.eye(2).to_sparse()},

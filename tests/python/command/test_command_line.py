@@ -63,12 +63,37 @@ def test_help_explains_the_parts_before_the_options_and_has_examples(programs):
     assert "examples:\n  python -m ampfuse train.py" in options
 
 
-@pytest.mark.parametrize("command", ["memory", "advise", "compare"])
-def test_help_of_each_command_has_an_example(programs, command):
+@pytest.mark.parametrize("command", ["memory", "advise", "compare", "env"])
+def test_each_command_has_a_help(programs, command):
     done = programs.ours(command, "--help")
     assert done.returncode == 0
-    assert f"\n  python -m ampfuse {command} " in done.stdout
+    assert f"python -m ampfuse {command}" in done.stdout
     assert done.stderr == ""
+
+
+PARSES = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')\np.parse_args()"
+
+
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        ("x.py --lr 1 --json x.json", "--json"),
+        ("memory x.py --fit=2GiB", "--fit"),
+        ("x.py --sgd", None),
+        ("x.py --lr", None),
+    ],
+)
+def test_own_option_that_the_script_refuses_is_said_to_go_before_it(programs, line, option):
+    done = programs.write("x.py", PARSES).ours(*line.split())
+    assert done.returncode == 2
+    assert ("give it before the script" in done.stderr) == (option is not None)
+    assert option is None or f" {option} is an option of ampfuse: " in done.stderr
+
+
+def test_compare_says_how_to_write_a_file_that_is_missing(programs):
+    done = programs.ours("compare", "a.json", "b.json")
+    assert done.returncode == 2
+    assert "there is no file a.json: write it with python -m ampfuse --json a.json" in done.stderr
 
 
 def test_version_is_that_of_ampfuse_and_torch(programs):

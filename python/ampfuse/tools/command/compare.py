@@ -48,6 +48,11 @@ def read(name: str) -> dict[str, Any]:
     """Return a report."""
     try:
         report = json.loads(Path(name).read_text())
+    except FileNotFoundError:
+        refuse(
+            f"compare: there is no file {name}: write it with python -m ampfuse --json {name} "
+            "train.py"
+        )
     except (OSError, ValueError) as error:
         refuse(f"compare: cannot read {name}: {error}")
     if not isinstance(report, dict) or not report.keys() >= KEYS:

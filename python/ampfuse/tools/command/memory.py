@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ampfuse import checkpoint
 from ampfuse._texts import bytes_of, size_text
 from ampfuse.tools.command import program
-from ampfuse.tools.command.options import Parser, refuse
+from ampfuse.tools.command.options import Parser, explain_refusal, refuse
 from ampfuse.tools.hooks import hook_functions
 from ampfuse.tools.memory.account import Account, account_of
 from ampfuse.tools.memory.batch import search
@@ -94,7 +94,8 @@ def run(chosen: Namespace) -> Account:
     if record is not None:  # also if the program has caught the error
         return account_of(record)
     if raised is None or isinstance(raised, SystemExit):
-        refuse(f"memory: expected two steps of an optimizer, but the program has taken {steps}")
+        text = f"memory: expected two steps of an optimizer, but the program has taken {steps}"
+        refuse("; ".join(filter(None, [text, explain_refusal(raised, chosen.options)])))
     program.report_exception(raised)
     refuse(
         "memory: the program failed. It ran without a GPU, and its operators computed no numbers, "

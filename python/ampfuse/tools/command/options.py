@@ -13,6 +13,7 @@ import torch
 
 import ampfuse
 from ampfuse.patching.parts import chosen
+from ampfuse.tools.command.program import RefusedError
 
 USAGE = """python -m ampfuse [options] script.py [arguments of the script]
        python -m ampfuse [options] -m module [arguments of the module]
@@ -29,7 +30,7 @@ with commas between them:
 
 EPILOG = """A script named - is read from standard input.
 
-other commands, of which all but env have a --help of their own:
+other commands, each with a --help of its own:
   memory           run two steps without computing numbers, and print what memory is for
   advise           run in float32 and in 16 bits, and print which precision suits
   compare          print what differs between two reports that --json has written
@@ -40,6 +41,9 @@ examples:
   python -m ampfuse --without optimizers -m package.train
   torchrun --nproc-per-node 2 --module ampfuse train.py"""
 
+ENV = """usage: python -m ampfuse env
+
+Print what is installed, what works here, and what to change."""
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -70,12 +74,15 @@ class Parser(argparse.ArgumentParser):
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return our options, with `words`, the program's name and arguments, and `is_module`.
 
+        `options` has the names of all our options.
+
         The syntax is Python's: `-mpackage` is a module, `--` may stand before a script, and `-` is
         a script on standard input.
         """
         count = len(arguments)
         end = next((i for i in range(count) if arguments[i].startswith("-m")), count)
         given = self.parse_args(arguments[:end])
+        given.options = {name for action in self._actions for name in action.option_strings}
         given.is_module = end < count and not given.words  # if not, -m belongs to the script
         given.words += arguments[end:]
         if given.is_module:
@@ -110,12 +117,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=version, help="print the versions")
     given = parser.read(arguments)
     if given.words[0] == "env" and not given.is_module and len(given.words) > 1:
+        if given.words[1] in ("-h", "--help"):
+            print(ENV)
+            sys.exit()
         refuse(f"env takes no arguments, got {given.words[1]}")
     try:
         given.parts = chosen(given.only, given.without)
     except ValueError as error:
         refuse(str(error))
     return given
+
+
+def explain_refusal(raised: BaseException | None, options: set[str]) -> str:
+    """Return a sentence if the program has refused one of our options; else an empty text."""
+    refused = raised.arguments if isinstance(raised, RefusedError) else []
+    ours = next((name for one in refused if (name := one.partition("=")[0]) in options), None)
+    return "" if ours is None else f"{ours} is an option of ampfuse: give it before the script"
 
 
 def output(name: str) -> Path:

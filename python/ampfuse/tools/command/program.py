@@ -4,7 +4,9 @@ import builtins
 import os
 import runpy
 import sys
+from argparse import ArgumentParser
 from importlib.machinery import BuiltinImporter, SourceFileLoader
+from traceback import walk_tb
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
@@ -14,6 +16,14 @@ SAFE_PATH = getattr(sys.flags, "safe_path", False)
 
 class NoProgramError(Exception):
     """There is no program to run; the message gives the reason."""
+
+
+class RefusedError(SystemExit):
+    """The program has ended by an error of argparse, which did not know these arguments."""
+
+    def __init__(self, code: Any, arguments: list[str]) -> None:
+        super().__init__(code)
+        self.arguments = arguments
 
 
 def run(words: list[str], is_module: bool) -> BaseException | None:
@@ -76,10 +86,20 @@ def _run(code: CodeType | bytes, file: str, **attributes: Any) -> BaseException 
             code = compile(code, file, "exec", dont_inherit=True)
         exec(code, vars(main))
     except SystemExit as error:
-        return SystemExit(error.code)  # a new one, without the program's frames
+        return without_frames(error)
     except BaseException as error:  # any exception is passed on
         return drop_first_frame(error)
     return None
+
+
+def without_frames(error: SystemExit) -> SystemExit:
+    """Return an equal exception that does not keep the program's frames."""
+    *_, (last, _) = walk_tb(error.__traceback__)
+    message = last.f_locals.get("message") if last.f_code is ArgumentParser.exit.__code__ else None
+    arguments = str(message).partition("unrecognized arguments: ")[2].split()
+    if arguments:
+        return RefusedError(error.code, arguments)
+    return SystemExit(error.code)
 
 
 def drop_first_frame(error: BaseException) -> BaseException:

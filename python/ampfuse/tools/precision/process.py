@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from ampfuse.patching import patch
-from ampfuse.tools.command.program import NoProgramError, run
+from ampfuse.tools.command.program import NoProgramError, RefusedError, run
 from ampfuse.tools.hooks import hook_functions
 from ampfuse.tools.precision.trial import Program, Trial
 from ampfuse.tools.program_lines import file_name, is_of_program
@@ -91,6 +91,9 @@ def how_it_failed(error: BaseException | None) -> str | None:
     """Describe an exception and the program's line that raised it; None if nothing failed."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return None
+    if isinstance(error, RefusedError):
+        names = " ".join(error.arguments)
+        return f"unrecognized arguments: {names} (options of ampfuse stand before the script)"
     frames = list(traceback.walk_tb(error.__traceback__))
     frames = [pair for pair in frames if is_of_program(pair[0].f_code)]
     lines = [f" ({file_name(frame.f_code)}:{line})" for frame, line in frames]
