@@ -151,10 +151,10 @@ FAULTS = [
     ),
     # --- commands ---
     Fault(
-        "Compared medians are within noise if only one is in the middle half of the other's steps.",
+        "Compared times are within the spread if only one of them reaches into the other's.",
         "python/ampfuse/tools/command/compare.py",
-        "before[0] <= after[1] <= before[2] and after[0] <= before[1] <= after[2]",
-        "before[0] <= after[1] <= before[2] or after[0] <= before[1] <= after[2]",
+        "low <= other_high and other_low <= high",
+        "low <= other_high or other_low <= high",
         "tests/python/command",
     ),
     Fault(

@@ -102,11 +102,14 @@ def test_version_is_that_of_ampfuse_and_torch(programs):
     assert done.stdout == f"ampfuse {ampfuse.__version__}, torch {torch.__version__}\n"
 
 
-def report(forward=10.0, *, quartiles=None, hints=(), skipped=1, peak=100, steps=True):
+def report(forward=10.0, *, width=0.1, hints=(), skipped=1, peak=100, steps=True):
     milliseconds = dict.fromkeys(PHASES, 0.0) | {"forward": forward, "backward": 20.0}
     whole = sum(milliseconds.values())
-    quartiles = quartiles or [whole - 0.1, whole, whole + 0.1]
-    times = {"count": 100, "milliseconds": milliseconds, "quartiles": quartiles}
+    spread = {
+        name: [time - width, time + width]
+        for name, time in {"a step": whole, **milliseconds}.items()
+    }
+    times = {"count": 100, "milliseconds": milliseconds, "median": whole, "spread": spread}
     return {
         "steps": times if steps else None,
         "program": "train.py",
@@ -129,13 +132,15 @@ def compare(programs):
 def test_times_memory_and_scalers_are_compared(compare):
     done = compare(report(), report(4.0, skipped=3, peak=50))
     assert done.returncode == 0, done.stderr
-    assert [re.split(r" {2,}", line.strip()) for line in done.stdout.splitlines()] == [
+    *table, caution = done.stdout.splitlines()
+    assert "compare runs on a quiet machine" in caution
+    assert [re.split(r" {2,}", line.strip()) for line in table] == [
         ["a.json", "b.json", "change"],
         ["steps", "100", "100", "+0%"],
         ["a step", "30.00 ms", "24.00 ms", "-20%"],
         ["median", "30.00 ms", "24.00 ms", "-20%"],
         ["forward", "10.00 ms", "4.00 ms", "-60%"],
-        ["backward", "20.00 ms", "20.00 ms", "+0%"],
+        ["backward", "20.00 ms", "20.00 ms", "within the spread"],
         ["peak memory", "100 MiB", "50.0 MiB", "-50%"],
         ["peak on cuda:0", "200 MiB", "100 MiB", "-50%"],
         ["steps taken", "99", "99", "+0%"],
@@ -144,19 +149,30 @@ def test_times_memory_and_scalers_are_compared(compare):
     ]
 
 
-def test_difference_within_the_usual_range_of_steps_is_called_noise(compare):
-    before = report(10.0, quartiles=[28.0, 30.0, 33.0])
-    text = compare(before, report(11.0, quartiles=[29.0, 31.0, 34.0])).stdout
-    assert "+3% (within noise)" in text
-    assert text.count("noise") == 1  # of the median; rare slow steps may change the mean
-    # The new median is usual for the old steps, but the old one is not for the new steps.
-    assert "noise" not in compare(before, report(11.0, quartiles=[30.9, 31.0, 31.1])).stdout
+@pytest.mark.parametrize(("after", "is_noise"), [(14.0, True), (6.0, True), (16.5, False)])
+def test_times_whose_usual_ranges_overlap_are_not_reported_as_changes(compare, after, is_noise):
+    lines = compare(report(10.0, width=3.0), report(after, width=3.0)).stdout.splitlines()
+    times = [line for line in lines if re.match(r"a step|  (median|forward)", line)]
+    assert [line.endswith("within the spread") for line in times] == [is_noise] * 3
+
+
+def test_hint_about_a_time_that_has_not_changed_is_not_new(compare):
+    after = report(hints=["56% of a step (10.5 ms) waits for input: ", "slow"])
+    lines = compare(report(), after).stdout.splitlines()
+    assert "new: slow" in lines
+    assert not any("input" in line for line in lines)
+
+
+def test_report_of_an_older_version_is_refused(compare):
+    older = report()
+    del older["steps"]["spread"]
+    assert "b.json was written by an older version" in compare(report(), older).stderr
 
 
 def test_hints_that_are_new_or_gone_are_printed(compare):
     before = report(hints=["51% of a step (10.5 ms) waits", "too few workers"])
     after = report(hints=["49% of a step (9.75 ms) waits", "slow"])
-    lines = compare(before, after).stdout.splitlines()
+    *lines, _ = compare(before, after).stdout.splitlines()
     assert lines[-2:] == ["no longer: too few workers", "new: slow"]
 
 

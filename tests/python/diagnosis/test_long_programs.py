@@ -94,6 +94,7 @@ def test_means_leave_out_the_first_steps_and_need_five_others():
     diagnosis.stop()
     summary = diagnosis.steps()
     assert summary["milliseconds"][FORWARD] == pytest.approx(3.0)
-    assert summary["quartiles"] == pytest.approx([2.0, 3.0, 4.0])
+    assert summary["median"] == pytest.approx(3.0)
+    assert summary["spread"]["a step"] == pytest.approx([1.2, 4.0])
     assert summary["timeline"]["step"] == [4, 5, 6, 7, 8]
     assert summary["timeline"][FORWARD] == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])

@@ -16,6 +16,13 @@ EPILOG = """examples:
   python -m ampfuse --json after.json train.py --workers 4
   python -m ampfuse compare before.json after.json"""
 KEYS = {"program", "steps", "scalers", "peak_memory", "hints"}
+NOISE = "within the spread"
+CAUTION = (
+    f"{NOISE}: the usual times of the steps overlap. Where they do not, other work of the machine "
+    "may be the reason: compare runs on a quiet machine."
+)
+# The phases that hints are about, by words of the hints.
+ABOUT = {"waits for input": "input", "passes outside of forward": "other"}
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -35,8 +42,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     kinds = [{_kind(hint) for hint in report["hints"]} for report in (before, after)]
     for text, report, others in (("no longer", before, kinds[1]), ("new", after, kinds[0])):
         for hint in report["hints"]:
-            if _kind(hint) not in others:
+            phase = next((name for words, name in ABOUT.items() if words in hint), "")
+            if _kind(hint) not in others and not is_noise(before, after, phase):
                 print(f"{text}: {hint}")
+    if any(cells[-1] == NOISE for cells in table):
+        print(CAUTION)
     sys.exit(0)
 
 
@@ -57,6 +67,8 @@ def read(name: str) -> dict[str, Any]:
         refuse(f"compare: cannot read {name}: {error}")
     if not isinstance(report, dict) or not report.keys() >= KEYS:
         refuse(f"compare: {name} is not a report that python -m ampfuse --json has written")
+    if report["steps"] is not None and "spread" not in report["steps"]:
+        refuse(f"compare: {name} was written by an older version: run the program again")
     return report
 
 
@@ -72,10 +84,8 @@ def rows(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, .
         texts = ["" if value is None else _text(name, value) for value in values]
         first, second = values
         change = f"{second / first - 1:+.0%}" if first and second is not None else ""
-        if name == "  median" and change:
-            quartiles = [report["steps"]["quartiles"] for report in (before, after)]
-            change += " (within noise)" if is_noise(*quartiles) else ""
-        yield (name, *texts, change)
+        row = "a step" if name == "  median" else name.strip()
+        yield (name, *texts, NOISE if is_noise(before, after, row) else change)
 
 
 def figures(report: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -83,7 +93,7 @@ def figures(report: dict[str, Any]) -> Iterator[tuple[str, float]]:
     if (steps := report["steps"]) is not None:
         yield "steps", steps["count"]
         yield "a step", sum(steps["milliseconds"].values())
-        yield "  median", steps["quartiles"][1]
+        yield "  median", steps["median"]
         for phase, time in steps["milliseconds"].items():
             yield f"  {phase}", time
     for device, size in report["peak_memory"].items():
@@ -100,6 +110,10 @@ def _text(name: str, value: float) -> str:
     return f"{value:,.2f} ms" if name.startswith(("a step", "  ")) else f"{value:.6g}"
 
 
-def is_noise(before: list[float], after: list[float]) -> bool:
-    """Return True if each median is among the middle half of the other's steps."""
-    return before[0] <= after[1] <= before[2] and after[0] <= before[1] <= after[2]
+def is_noise(before: dict[str, Any], after: dict[str, Any], row: str) -> bool:
+    """Return True if the usual times of a row overlap in both reports; False without times."""
+    spreads = [(report["steps"] or {}).get("spread", {}).get(row) for report in (before, after)]
+    if None in spreads:
+        return False
+    (low, high), (other_low, other_high) = spreads
+    return bool(low <= other_high and other_low <= high)
