@@ -104,6 +104,15 @@ def test_precision_with_worse_losses_at_the_end_is_not_used():
     assert not judge.trouble(BFLOAT16)  # it was slow, and has ended early
 
 
+def test_loss_that_rises_in_float32_is_told_before_any_precision():
+    rising = [7.7, 500.0, 300.0, 410.0, 420.0, 400.0, 430.0, 410.0]
+    for losses, is_rising in ((rising, True), ([7.7] * 6 + [9.0] * 2, False), ([0.0, 1.0], False)):
+        judge = judged(outcome(BFLOAT16, 5.0, losses=losses), losses=losses)
+        told = "diverges in float32, too" in verdict(judge).sentences[0]
+        assert told == is_rising
+    assert_said(judged(outcome(BFLOAT16, losses=rising), losses=rising), "from 7.7 to 420: lower")
+
+
 def test_deviation_is_judged_beside_that_of_batches():
     judge = judged(outcome(BFLOAT16, 5.0, 0.2))
     assert judge.noise == pytest.approx(math.sqrt(2))
@@ -255,5 +264,7 @@ def test_lines_of_a_program_with_autocast_and_scaler():
     }
     off = ["train.py:7", "enabled=False"]
     assert_lines(FLOAT16, **own)
-    assert_lines(BFLOAT16, ["train.py:7", '"cuda", dtype=torch.bfloat16'], off, **own)
+    assert_lines(BFLOAT16, ["train.py:7", "pass dtype=torch.bfloat16, and leave"], off, **own)
     assert_lines(FLOAT32, off, off, **own)
+    kept = BFLOAT16.keeping("head")
+    assert_lines(kept, ["pass dtype"], off, ["(<device of autocast>, enabled=False)"], **own)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ampfuse._texts import percent, size_text
-from ampfuse.tools.precision.judge import Judge, saves_memory
+from ampfuse.tools.precision.judge import Judge, find_rising_losses, saves_memory
 from ampfuse.tools.precision.outcome import (
     BFLOAT16,
     FIRST_SCALE,
@@ -52,6 +52,9 @@ def verdict(judge: Judge) -> Verdict:
         sentences = ["Stay with float32: no precision is accurate enough."]
         if not judge.outcomes[BFLOAT16].failure:
             sentences.append(name_origin(judge))
+    if losses := find_rising_losses(base.losses):
+        first = f"The loss diverges in float32, too, from {losses[0]:.3g} to {losses[1]:.3g}: "
+        sentences.insert(0, f"{first}lower the learning rate, and run this again.")
     sentences += [
         f"Do not use {one}: {trouble}."
         for one in judge.outcomes
@@ -106,22 +109,24 @@ def name_origin(judge: Judge) -> str:
 def lines_to_change(base: Outcome, precision: Precision, scale: float) -> list[str]:
     """Return instructions, each with the line of the program that it is about."""
     places = base.places
-    device = "cuda" if base.gpu else "cpu"
+    # An expression of the program, for example of its own option, stays as it is.
+    device = '"cuda"' if base.gpu else '"cpu"'
+    device = "<device of autocast>" if "autocast" in places else device
     dtype = str(precision.dtype)
-    context = f'`with torch.autocast("{device}", dtype={dtype}):`'
     model = places.get("model", "the program")
     lines = []
     if precision.dtype is None:
         if "autocast" in places:
             lines.append(f"{places['autocast']}: add enabled=False")
     elif "autocast" not in places:
+        context = f"`with torch.autocast({device}, dtype={dtype}):`"
         lines.append(f"{model}: put it and the loss, but not backward(), into {context}")
     elif base.own_dtype != dtype:
-        lines.append(f"{places['autocast']}: {context}")
+        lines.append(f"{places['autocast']}: pass dtype={dtype}, and leave its device")
     if precision.is_scaled and "scaler" not in places:
         first = "" if scale == FIRST_SCALE else f", init_scale={scale:.0f}"
         lines += [
-            f'before the loop: `scaler = torch.amp.GradScaler("{device}"{first})`',
+            f"before the loop: `scaler = torch.amp.GradScaler({device}{first})`",
             f"{places['backward']}: `scaler.scale(loss).backward()`",
             f"{places['step']}: `scaler.step(optimizer)`, then `scaler.update()`",
             "before gradients are clipped, if they are: `scaler.unscale_(optimizer)`",
@@ -130,7 +135,7 @@ def lines_to_change(base: Outcome, precision: Precision, scale: float) -> list[s
         lines.append(f"{places['scaler']}: add enabled=False")
     for name in precision.kept:
         lines.append(
-            f'around the call of `{name}`: `with torch.autocast("{device}", enabled=False):`, '
+            f"around the call of `{name}`: `with torch.autocast({device}, enabled=False):`, "
             "and give it x.float()"
         )
     return lines
