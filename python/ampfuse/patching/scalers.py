@@ -39,10 +39,13 @@ class Recording:
     def __init__(self) -> None:
         self.history = 0  # number of updates that each scaler records; 0: no recording
         self.scalers: deque[GradScaler] = deque(maxlen=16)
+        self.has_disabled = False
 
     def note(self, scaler: GradScaler) -> None:
         """Keep the scaler, if recording."""
-        if self.history and scaler.is_enabled():
+        if not scaler.is_enabled():
+            self.has_disabled = True
+        elif self.history:
             self.scalers.append(scaler)
 
 

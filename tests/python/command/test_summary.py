@@ -26,7 +26,7 @@ model = torch.nn.Linear(5, 3)
 optimizer = AdamW(model.parameters())
 scaler = torch.amp.GradScaler("cpu", growth_interval=4)
 for step in range(20):
-    with torch.autocast("cpu", torch.float16):
+    with torch.autocast("cpu", torch.bfloat16):
         loss = torch.nn.functional.cross_entropy(model(torch.randn(8, 5)), torch.zeros(8).long())
     if step == 7:
         loss = loss * float("inf")
@@ -251,6 +251,25 @@ def test_program_may_overwrite_attributes_of_its_scaler(programs):
     assert told["hints"] == []
 
 
+DISABLED = """
+import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters())
+scaler = torch.amp.GradScaler("cpu", enabled=False)
+with torch.autocast("cpu", enabled=False):
+    loss = model(torch.ones(2, 4)).sum()
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+"""
+
+
+def test_autocast_and_scaler_that_are_disabled_are_reported(programs):
+    programs.write("train.py", DISABLED)
+    _, told = programs.reported("train.py")
+    assert told["autocast"] == "disabled: this trained in float32"
+    assert told["scaler_disabled"]
+
+
 def part(used=0, waits_avoided=0, **left_to_torch):
     return {"used": used, "waits_avoided": waits_avoided, "left_to_torch": left_to_torch}
 
@@ -263,6 +282,8 @@ REPORT = {
     "steps": None,
     "step_count": 0,
     "scalers": [],
+    "scaler_disabled": False,
+    "autocast": None,
     "peak_memory": {},
     "hints": [],
 }
@@ -287,6 +308,14 @@ def test_rows_of_parts_state_how_often_they_were_used():
     ((name, reason),) = rows(scaler=part(), optimizers=part())
     assert name == "not used"
     assert reason.startswith("scaler, optimizers: the program calls none of them, or only in")
+
+
+def test_rows_name_an_autocast_and_a_scaler_that_are_disabled():
+    told = REPORT | {"parts": {}, "autocast": "disabled: this", "scaler_disabled": True}
+    assert show.rows(told)[1:] == [
+        ("autocast", "disabled: this"),
+        ("scaler", "disabled: no loss is scaled"),
+    ]
 
 
 def test_failure_is_one_line_and_the_hints(monkeypatch):

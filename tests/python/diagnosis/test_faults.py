@@ -61,6 +61,7 @@ def test_scaled_gradients_that_are_clipped_cause_a_warning(programs):
 
 @pytest.mark.parametrize("example", sorted(file.stem for file in EXAMPLES.glob("*.py")))
 def test_example_gets_no_hint(programs, example):
-    # Convolutions in float16 are slow on a CPU.
+    # Convolutions in float16 are slow on a CPU, and on some CPUs float16 is slow altogether.
     options = ["--dtype", "bfloat16"] if example == "image_classifier" else []
-    assert diagnosed(programs, EXAMPLES / f"{example}.py", *options)[0] == []
+    hints, _ = diagnosed(programs, EXAMPLES / f"{example}.py", *options)
+    assert [hint for hint in hints if "slow in float16" not in hint] == []

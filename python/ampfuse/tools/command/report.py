@@ -29,7 +29,8 @@ def report(
     """Return the whole report as nested dicts and lists."""
     scalers: list[dict[str, Any]] = []
     hints = [COMPILED] if compiled_graphs() else []
-    hints += diagnosis.hints()
+    usage = next((part.usage for part in parts if part.name == "scaler"), None)
+    hints += diagnosis.hints(bool(usage is None or RECORDING.scalers or usage.fallbacks))
     for scaler in RECORDING.scalers:
         try:
             scalers.append(_describe_scaler(scaler))
@@ -51,6 +52,8 @@ def report(
             for part in parts
         },
         "scalers": scalers,
+        "scaler_disabled": RECORDING.has_disabled and not scalers,
+        "autocast": diagnosis.autocast(),
         "step_count": diagnosis.clock.steps,
         "steps": diagnosis.steps(),
         "memory": diagnosis.memory(),

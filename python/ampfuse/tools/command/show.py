@@ -29,6 +29,10 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         needed = FIRST_STEPS + LEAST_STEPS
         text = f"{report['step_count']} were too few to measure: {needed} are needed"
         found.append(("a step", text))
+    if report["autocast"] is not None:
+        found.append(("autocast", report["autocast"]))
+    if report["scaler_disabled"]:
+        found.append(("scaler", "disabled: no loss is scaled"))
     for scaler in report["scalers"]:
         found += rows_of_scaler(scaler)
     found += [

@@ -4,12 +4,15 @@ from contextlib import ExitStack
 from statistics import fmean, median, quantiles
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from ampfuse._graphs import compiled_graphs
+from ampfuse._nested import params_of
 from ampfuse.gradients.shards import is_distributed
 from ampfuse.patching import losses
 from ampfuse.tools.diagnosis import advice
+from ampfuse.tools.diagnosis.autocasts import Autocasts
 from ampfuse.tools.diagnosis.clock import StepClock
 from ampfuse.tools.diagnosis.gpu_times import GpuTimes
 from ampfuse.tools.diagnosis.habits import Habits, WideLogits
@@ -30,11 +33,13 @@ class Diagnosis(Listener):
         self.gpu = GpuTimes()
         self.lines = LineSampler()
         self.monitor = Monitor()
+        self._dtype: torch.dtype | None = None  # of the first weight
         self._times: list[tuple[int, dict[str, float]]] = []  # of the steps that were measured
         self._was_looking = False
         self._exits = ExitStack()
         self._exits.callback(self.monitor.stop_looking)
         self.clock = StepClock(self._exits, self, self.habits, self.gpu)
+        self.autocasts = Autocasts(self._exits)
         replace(self._exits, losses.USAGE, "on_input", self.logits)
         self._exits.callback(self.lines.stop)
 
@@ -47,6 +52,8 @@ class Diagnosis(Listener):
 
     def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:
         """Note the times of a step, and the memory after it."""
+        if self._dtype is None:
+            self._dtype = params_of(optimizer)[0].dtype
         if not seconds:
             self.lines.stop()
         elif not self._is_looking():
@@ -90,6 +97,10 @@ class Diagnosis(Listener):
             "lines": lines,
         }
 
+    def autocast(self) -> str | None:
+        """Return why autocast has changed nothing, or None if it has, or if there is none."""
+        return None if self._dtype is None else self.autocasts.describe(self._dtype)
+
     def memory(self) -> dict[str, Any] | None:
         """Return the memory after each step, in bytes; None without steps."""
         if not self.monitor.samples:
@@ -101,14 +112,16 @@ class Diagnosis(Listener):
             **{"step": steps, "host": host, "gpu": gpu},
         }
 
-    def hints(self) -> list[str]:
-        """Return sentences about what to change."""
+    def hints(self, has_scaler: bool) -> list[str]:
+        """Return sentences about what to change. `has_scaler`: the program may have a scaler."""
         found: list[str] = []
         if (steps := self.steps()) is not None:
             found += advice.hints(steps, self.clock.loaders, self.lines.lines())
         found += advice.explain_gpu(self.gpu)
         found += advice.explain_habits(self.habits, self.clock.steps)
         found += advice.explain_logits(self.logits)
+        if self.clock.steps:
+            found += self.autocasts.explain_float16(has_scaler)
         found += advice.explain_memory(self.monitor)
         if self.clock.error is not None:
             found.append(f"Measuring has ended by an error of ampfuse: {self.clock.error!r}.")

@@ -1,0 +1,79 @@
+"""Watches the autocasts of a program: whether they are enabled, and in which dtype."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import wraps
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ampfuse.tools.hooks import replace
+
+SIZE = 256  # of the matrices that are multiplied, which takes some 20 ms if float16 is slow
+SLOW = 2.0  # times the time in other dtypes
+
+
+class Autocasts:
+    """The autocasts that a program makes outside of compiled functions, until `exits` closes."""
+
+    def __init__(self, exits: ExitStack) -> None:
+        self.enabled: set[tuple[str, torch.dtype]] = set()
+        """Kinds of devices, with the dtypes to which autocast converts there."""
+        self.disabled: dict[str, bool] = {}
+        """Kinds of devices with autocasts that are not enabled, and whether the program has enabled
+        them, but the device is missing."""
+        replace(exits, torch.autocast, "__init__", self._watched(torch.autocast.__init__))
+
+    def _watched(self, init: Callable[..., None]) -> Callable[..., None]:
+        @wraps(init)
+        def watched(
+            context: Any,
+            device_type: str,
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            cache_enabled: bool | None = None,
+        ) -> None:
+            init(context, device_type, dtype, enabled, cache_enabled)
+            if context._enabled:
+                self.enabled.add((device_type, context.fast_dtype))
+            else:
+                self.disabled[device_type] = bool(enabled)
+
+        return watched
+
+    def describe(self, dtype: torch.dtype) -> str | None:
+        """Return why autocast has changed nothing in a program with weights of a dtype, or None."""
+        if self.enabled or not self.disabled:
+            return None
+        device, is_missing = next(iter(self.disabled.items()))
+        does = f'torch.autocast("{device}") does nothing on a CPU' if is_missing else "disabled"
+        return f"{does}: this trained in {str(dtype).removeprefix('torch.')}"
+
+    def explain_float16(self, has_scaler: bool) -> Iterator[str]:
+        """Return hints about float16: without a scaler, or on a CPU that is slow at it."""
+        if not has_scaler and any(dtype == torch.float16 for _, dtype in self.enabled):
+            yield (
+                "Autocast converts to float16, but no scaler is enabled, so gradients below 6e-8 "
+                "become 0: use torch.amp.GradScaler, or bfloat16, which needs none."
+            )
+        if ("cpu", torch.float16) in self.enabled:
+            times = [
+                min(time_product(dtype) for _ in range(3))
+                for dtype in (torch.float16, torch.bfloat16, torch.float32)
+            ]
+            float16, bfloat16, _ = times
+            if float16 > SLOW * max(times[1:]):
+                yield (
+                    f"This CPU is slow in float16: a product of matrices takes "
+                    f"{float16 / bfloat16:.0f} times as long as in bfloat16. Use "
+                    'torch.autocast("cpu", torch.bfloat16), which needs no scaler.'
+                )
+
+
+def time_product(dtype: torch.dtype) -> float:
+    """Return the seconds that a product of two matrices takes on the CPU."""
+    matrix = torch.ones(SIZE, SIZE, dtype=dtype)
+    begin = perf_counter()
+    torch.mm(matrix, matrix)
+    return perf_counter() - begin

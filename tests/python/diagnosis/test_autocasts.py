@@ -1,0 +1,50 @@
+"""Autocasts that change nothing, and float16 where it is slow or not scaled, are noticed."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from ampfuse.tools.diagnosis import autocasts
+from ampfuse.tools.diagnosis.autocasts import Autocasts
+
+
+@pytest.fixture
+def made():
+    with ExitStack() as exits:
+        yield Autocasts(exits)
+
+
+def test_autocast_that_is_disabled_is_described_unless_another_one_is_enabled(made):
+    assert made.describe(torch.float32) is None
+    torch.autocast("cpu", enabled=False)
+    assert made.describe(torch.float32) == "disabled: this trained in float32"
+    torch.autocast("cpu", torch.bfloat16)
+    assert made.describe(torch.float32) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_autocast_for_a_gpu_that_is_missing_is_described(made, monkeypatch):
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
+    torch.autocast("cuda")
+    expected = 'torch.autocast("cuda") does nothing on a CPU: this trained in float32'
+    assert made.describe(torch.float32) == expected
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float16, 1), (torch.bfloat16, 0)])
+def test_float16_without_a_scaler_is_noticed(made, monkeypatch, dtype, expected):
+    monkeypatch.setattr(autocasts, "time_product", lambda dtype: 1.0)
+    torch.autocast("cpu", dtype)
+    assert len([*made.explain_float16(has_scaler=False)]) == expected
+    assert [*made.explain_float16(has_scaler=True)] == []
+
+
+@pytest.mark.parametrize(
+    ("bfloat16", "float32", "is_slow"), [(1.0, 5.0, True), (1.0, 10.0, False), (9.0, 1.0, False)]
+)
+def test_cpu_that_is_slow_in_float16_is_noticed(made, monkeypatch, bfloat16, float32, is_slow):
+    times = {torch.float16: 15.0, torch.bfloat16: bfloat16, torch.float32: float32}
+    monkeypatch.setattr(autocasts, "time_product", times.__getitem__)
+    assert [*made.explain_float16(has_scaler=True)] == []  # it is not used
+    torch.autocast("cpu", torch.float16)
+    hints = [*made.explain_float16(has_scaler=True)]
+    assert ["15 times as long as in bfloat16" in hint for hint in hints] == [True] * is_slow
