@@ -33,9 +33,10 @@ def replacement(is_on: Callable[[], bool]) -> Any:
             norm = clip_grad_norm_(params, *rest, **named)
         except (TypeError, ValueError, NotImplementedError) as error:  # nothing was written
             USAGE.count_fallback(NAME, str(error).splitlines()[0])
-            return original(params, *rest, **named)
-        USAGE.count_use()
-        return _rounded(norm, params)
+        else:
+            USAGE.count_use()
+            return _rounded(norm, params)
+        return original(params, *rest, **named)  # raises torch's error alone, or accepts this
 
     return replaced
 

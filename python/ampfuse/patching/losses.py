@@ -55,13 +55,19 @@ def replacement(is_on: Callable[[], bool]) -> Any:
         }
         if not is_on():
             return original(input, target, **as_passed)
-        reason = _why_not(input, target, **as_passed)
+        reason, refusal = _why_not(input, target, **as_passed), ""
         if reason is None:
             try:
                 return _ours(input, target, weight, ignore_index, reduction, label_smoothing)
             except (TypeError, ValueError, IndexError) as error:
-                reason = str(error).splitlines()[0]
-        loss = original(input, target, **as_passed)  # raises torch's error, or accepts this
+                refusal = str(error)
+                reason = refusal.splitlines()[0]
+        try:
+            loss = original(input, target, **as_passed)  # raises torch's error, or accepts this
+        except Exception as error:
+            if refusal and hasattr(error, "add_note"):  # of Python 3.11, printed after the error
+                error.add_note(f"ampfuse: {refusal}")
+            raise
         USAGE.count_fallback(NAME, reason)
         return loss
 

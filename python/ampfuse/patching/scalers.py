@@ -74,11 +74,13 @@ def constructor(is_on: Callable[[], bool]) -> Any:
             self.__class__ = CLASSES[cls]
             GradScaler.__init__(self, device, *args, history=RECORDING.history, **kwargs)
         except (TypeError, ValueError) as error:
-            self.__class__ = cls
-            original(self, device, *args, **kwargs)  # raises torch's error, or accepts this
-            USAGE.count_fallback(f"{cls.__module__}.GradScaler", str(error))
+            reason = str(error)
         else:
             USAGE.count_use()
             RECORDING.note(self)
+            return
+        self.__class__ = cls
+        original(self, device, *args, **kwargs)  # raises torch's error alone, or accepts this
+        USAGE.count_fallback(f"{cls.__module__}.GradScaler", reason)
 
     return init

@@ -104,10 +104,10 @@ def test_program_that_fails_is_reported_after_its_traceback(programs):
     programs.write("fail.py", "raise OSError('no disk')")
     done, told = programs.reported("fail.py")
     assert done.returncode == 1
-    assert told["ended"] == "by OSError"
+    assert told["ended"] == "by OSError (no disk)"
     *_, error, line = done.stderr.splitlines()
     assert error == "OSError: no disk"
-    assert line.startswith("python -m ampfuse: fail.py ended by OSError, after ")
+    assert line.startswith("python -m ampfuse: fail.py ended by OSError (no disk), after ")
     assert line.endswith(" s and 0 steps")
 
 

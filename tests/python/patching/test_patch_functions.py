@@ -1,5 +1,6 @@
 """torch.nn.functional.cross_entropy and torch.nn.utils.clip_grad_norm_ while they are patched."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import ampfuse
@@ -96,8 +97,11 @@ def test_errors_of_the_patched_loss_equal_those_of_torch(device):
             errors.append((error.type, str(error.value)))
         assert errors[0] == errors[1]
     if device.type == "cpu":  # a GPU reports it later
-        with pytest.raises(IndexError, match="Target 11 is out of bounds"):
+        with pytest.raises(IndexError, match="Target 11 is out of bounds") as error:
             functional.cross_entropy(logits, torch.full((6,), 11))
+        assert error.value.__context__ is None
+        if sys.version_info >= (3, 11):
+            assert "in row 0, expected a class in " in error.value.__notes__[0]
 
 
 def test_second_derivatives_match_torch(device):
@@ -301,6 +305,18 @@ def test_empty_generator_warns_and_non_finite_norm_raises_as_in_torch():
     p.grad = torch.tensor([float("inf")])
     with pytest.raises(RuntimeError, match="non-finite"):
         torch.nn.utils.clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
+
+
+def test_error_of_clipping_or_of_a_scaler_is_torchs_alone():
+    p = Parameter(torch.ones(1))
+    p.grad = torch.ones(1)
+    for call in (
+        lambda: torch.nn.utils.clip_grad_norm_([p], "one"),
+        lambda: torch.amp.GradScaler("cpu", min_scale=1.0),
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        assert error.value.__context__ is None
 
 
 @pytest.mark.parametrize(

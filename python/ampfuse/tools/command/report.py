@@ -74,7 +74,8 @@ def how_it_ended(raised: BaseException | None) -> str:
         return "normally"
     if isinstance(raised, SystemExit):
         return f"by sys.exit({'' if raised.code is None else repr(raised.code)})"
-    return f"by {type(raised).__name__}"
+    message = (str(raised).strip().splitlines() or [""])[0]
+    return f"by {type(raised).__name__}" + (f" ({message})" if message else "")
 
 
 def _describe_scaler(scaler: GradScaler) -> dict[str, Any]:
