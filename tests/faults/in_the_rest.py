@@ -144,9 +144,9 @@ FAULTS = [
     ),
     Fault(
         "The first start of a loader's workers counts as one that persistent workers would save.",
-        "python/ampfuse/tools/diagnosis/advice.py",
-        "seconds = sum(loader.starts[1:])",
-        "seconds = sum(loader.starts)",
+        "python/ampfuse/tools/diagnosis/loaders.py",
+        "if self._has_trained:",
+        "if True:",
         "tests/python/diagnosis",
     ),
     # --- commands ---

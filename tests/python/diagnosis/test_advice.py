@@ -1,5 +1,7 @@
 """Hints that follow from the times of a program's steps."""
 
+from types import MappingProxyType
+
 import pytest
 import torch
 from ampfuse.memory import Suspect
@@ -31,11 +33,11 @@ def loader(workers, batch=None, *, persistent=False, **values):
     return Loader(workers, persistent, **({"trains": True, "batches": 20} | values))
 
 
-def hints(loaders=(), lines=(), **milliseconds):
+def hints(loaders=(), lines=(), evaluation=MappingProxyType({}), **milliseconds):
     """Return the hints for 20 steps with these times."""
     times = dict.fromkeys(PHASES, 0.0) | milliseconds
-    steps = {"count": 20, "measured": 20, "milliseconds": times}
-    return list(advice.hints(steps, list(loaders), list(lines)))
+    steps = {"count": 20, "measured": 20, "milliseconds": times, "evaluation": 0.0, "evaluated": 0}
+    return list(advice.hints(steps | evaluation, list(loaders), list(lines)))
 
 
 def line(phase, call="", share=0.5):
@@ -89,14 +91,31 @@ def test_line_that_takes_the_time_of_loading_is_named():
 
 
 def test_workers_that_are_started_in_each_epoch_are_noticed():
-    (hint,) = hints([loader(2, starts=[1.0, 1.0, 1.0])], forward=100.0)  # 2 s for 20 steps
+    slow = {"starts": [1.0, 1.0, 1.0], "late_starts": [1.0, 1.0]}
+    (hint,) = hints([loader(2, **slow)], forward=100.0)  # 2 s for 20 steps
     assert "takes 1,000 ms until the first batch, in each of 3 epochs" in hint
     for quiet in (
-        loader(2, starts=[1.0, 1.0, 1.0], persistent=True),
-        loader(2, starts=[1.0, 0.01, 0.01]),
-        loader(0, starts=[1.0, 1.0, 1.0]),
+        loader(2, persistent=True, **slow),
+        loader(2, starts=[1.0, 0.01, 0.01], late_starts=[0.01, 0.01]),
+        loader(0, **slow),
     ):
         assert hints([quiet], forward=100.0) == []
+
+
+def test_starts_of_workers_are_no_slow_batches():
+    made_again = [loader(2, batches=10, late_starts=[2.0], starts=[2.0]) for _ in range(2)]
+    (hint,) = hints(made_again, input=201.0, forward=10.0)  # 4.02 s of waits in 20 steps
+    assert hint.startswith("Starting the workers of a DataLoader takes 2,000 ms")
+    started, waits = hints(made_again, input=230.0, forward=10.0)
+    assert started == hint
+    assert waits.startswith("75% of a step (30.0 ms) waits for input")
+
+
+@pytest.mark.parametrize(("evaluated", "milliseconds", "expected"), [(20, 30, 1), (2, 30, 0)])
+def test_evaluation_after_each_step_is_noticed(evaluated, milliseconds, expected):
+    evaluation = {"evaluated": evaluated, "evaluation": milliseconds}
+    found = hints(forward=10.0, evaluation=evaluation)
+    assert ["evaluation, which takes 30.0 ms" in hint for hint in found] == [True] * expected
 
 
 @pytest.mark.parametrize(

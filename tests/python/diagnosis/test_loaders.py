@@ -92,6 +92,16 @@ def test_workers_that_are_not_forked_are_not_measured(watch):
     assert found.slowest_line() is None
 
 
+def test_starts_before_the_first_step_are_not_late(watch):
+    data = [torch.zeros(1)] * 2
+    for _ in range(3):
+        next(iterator := iter(DataLoader(data)))
+        watch.note_training([id(iterator)])
+    (loader,) = watch.loaders
+    assert len(loader.starts) == 3
+    assert loader.late_starts == loader.starts[1:]
+
+
 def test_error_in_a_worker_reaches_the_program(watch):
     class Broken(Slow):
         def __getitem__(self, index):

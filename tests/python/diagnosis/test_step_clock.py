@@ -31,8 +31,18 @@ def steps():
         yield made
 
 
+def step_time(step):
+    return sum(step.values()) - step[EVALUATION]
+
+
 def pause():
     time.sleep(PAUSE)
+
+
+class Pausing:
+    def __reduce__(self):
+        pause()
+        return (Pausing, ())
 
 
 class Slow(Numbers):
@@ -90,7 +100,40 @@ def test_evaluation_belongs_to_no_step(steps):
     train(evaluate)
     train()  # a second epoch
     assert len(steps.steps) == 20
-    assert all(sum(step.values()) < 5 * PAUSE for step in steps.steps)  # not 5 batches
+    assert all(step_time(step) < 5 * PAUSE for step in steps.steps)  # not 5 batches
+
+
+def test_evaluation_without_a_loader_and_saving_are_not_forward(steps, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4))
+
+    def evaluate():
+        model.eval()
+        pause()
+        model.train()
+
+    def save():
+        evaluate()
+        torch.save(Pausing(), tmp_path / "model.pt")
+
+    train(save, [torch.zeros(4, 4)] * 5)
+    for step in steps.steps[1:]:
+        assert step[EVALUATION] >= PAUSE
+        assert step[OTHER] >= PAUSE
+        assert step[FORWARD] < PAUSE
+
+
+def test_forward_of_a_model_that_stays_in_evaluation_is_not_evaluation(steps):
+    teacher = nn.Linear(4, 4)
+
+    def batches():
+        for _ in range(5):
+            yield torch.zeros(4, 4)
+            teacher.train()
+            teacher.eval()
+            pause()
+
+    train(loader=batches())
+    assert all(step[EVALUATION] < PAUSE <= step[FORWARD] for step in steps.steps[1:])
 
 
 def test_two_batches_of_one_loader_or_of_two_that_make_a_batch_are_both_input(steps):

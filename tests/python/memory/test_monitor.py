@@ -4,6 +4,7 @@ import gc
 import itertools
 import time
 import weakref
+from collections import deque
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from ampfuse.memory import Monitor
 from ampfuse.tools.memory import monitor as monitor_module
-from ampfuse.tools.memory.growth import Look
+from ampfuse.tools.memory.growth import Look, is_small
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -275,6 +276,13 @@ def test_old_samples_are_thinned_out(monkeypatch):
 )
 def test_growth_is_steady_and_large(sizes, growth):
     assert monitor_module.slope(tuple(range(40)), tuple(sizes)) == growth
+
+
+@pytest.mark.parametrize("container", [[0.5] * 9, deque([1, 2]), {"loss": 0.5, "acc": 1}, {1, 2}])
+def test_container_that_has_gained_few_numbers_is_no_suspect(container):
+    assert is_small(container, 2)
+    assert not is_small(container, 10**6)
+    assert not is_small([bytearray(4)], 2)
 
 
 def test_look_may_begin_inside_a_module_with_hooks():

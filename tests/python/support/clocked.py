@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 import ampfuse
 import torch
 from ampfuse.tools.diagnosis.clock import StepClock
-from ampfuse.tools.diagnosis.phases import BACKWARD, PHASES, Listener
+from ampfuse.tools.diagnosis.phases import BACKWARD, EVALUATION, PHASES, Listener
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -28,7 +28,7 @@ class Steps(Listener):
         if not seconds:
             return
         self.numbers.append(step)
-        self.steps.append({phase: seconds.get(phase, 0.0) for phase in PHASES})
+        self.steps.append({phase: seconds.get(phase, 0.0) for phase in (*PHASES, EVALUATION)})
 
 
 @contextmanager

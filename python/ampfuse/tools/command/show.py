@@ -25,6 +25,8 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("a step", times_text(steps["milliseconds"])))
         if steps["gpu_milliseconds"]:
             found.append(("on the GPU", times_text(steps["gpu_milliseconds"])))
+        if steps["evaluation"] > sum(steps["milliseconds"].values()) / 100:
+            found.append(("evaluation", f"{steps['evaluation']:,.1f} ms more for each step"))
     elif report["step_count"]:
         needed = FIRST_STEPS + LEAST_STEPS
         text = f"{report['step_count']} were too few to measure: {needed} are needed"

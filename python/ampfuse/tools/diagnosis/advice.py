@@ -35,12 +35,19 @@ def hints(steps: dict[str, Any], loaders: list[Loader], lines: list[Line]) -> It
     whole = sum(milliseconds.values())
     wait = milliseconds[INPUT]
     loaders = [loader for loader in loaders if loader.trains]
-    starts = list(explain_starts(loaders, steps["measured"] * whole / 1e3))
-    yield from starts
-    if loaders and not starts and wait > max(WORTH_A_HINT * whole, LEAST_WAIT):
+    yield from explain_starts(loaders, steps["measured"] * whole / 1e3)
+    rest = whole - wait
+    wait -= 1e3 * sum(map(starting_time, loaders)) / steps["measured"]
+    if loaders and wait > max(WORTH_A_HINT * whole, LEAST_WAIT):
         loader = max(loaders, key=lambda one: one.waited)
         per_step = loader.batches / steps["measured"]
-        yield explain_input(loader, per_step, wait, whole - wait) + name_slowest(loader, lines)
+        yield explain_input(loader, per_step, wait, rest) + name_slowest(loader, lines)
+    evaluation = steps["evaluation"]
+    if steps["evaluated"] > MOSTLY * steps["measured"] and evaluation > WORTH_A_HINT * whole:
+        yield (
+            f"Most steps are followed by an evaluation, which takes {evaluation:,.1f} ms, beside "
+            f"{whole:,.1f} ms of the step itself: evaluate less often."
+        )
     yield from explain_lines(lines, milliseconds[OTHER] / whole)
 
 
@@ -86,14 +93,20 @@ def name_slowest(loader: Loader, lines: list[Line]) -> str:
 
 def explain_starts(loaders: list[Loader], total: float) -> Iterator[str]:
     """Return a hint if workers are started often, in a program that has trained `total` seconds."""
-    for loader in loaders:
-        seconds = sum(loader.starts[1:])
-        if loader.workers and not loader.persistent_workers and seconds > WORTH_A_HINT * total:
-            yield (
-                f"Starting the workers of a DataLoader takes {1e3 * median(loader.starts):,.0f} ms "
-                f"until the first batch, in each of {len(loader.starts)} epochs: "
-                "DataLoader(persistent_workers=True) keeps them."
-            )
+    restarted = [one for one in loaders if one.workers and not one.persistent_workers]
+    if sum(map(starting_time, restarted)) > WORTH_A_HINT * total:
+        starts = [start for loader in restarted for start in loader.starts]
+        yield (
+            f"Starting the workers of a DataLoader takes {1e3 * median(starts):,.0f} ms until the "
+            f"first batch, in each of {len(starts)} epochs: make the DataLoader once, and "
+            "DataLoader(persistent_workers=True) keeps them."
+        )
+
+
+def starting_time(loader: Loader) -> float:
+    """Return the seconds that later starts of workers took, without the loading of a batch."""
+    batch = loader.batch_time() or 0.0
+    return sum(max(start - batch, 0.0) for start in loader.late_starts if loader.workers)
 
 
 def explain_lines(lines: list[Line], other: float) -> Iterator[str]:

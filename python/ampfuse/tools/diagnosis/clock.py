@@ -14,12 +14,22 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse._graphs import eager_only
 from ampfuse.tools.diagnosis.loaders import LoaderWatch
-from ampfuse.tools.diagnosis.phases import BACKWARD, OPTIMIZER, SCALER, Listener, Note, NoteReader
-from ampfuse.tools.hooks import FirstOptimizer, hook_functions, hook_steps, only_measures
+from ampfuse.tools.diagnosis.phases import (
+    BACKWARD,
+    EVALUATION,
+    OPTIMIZER,
+    OTHER,
+    SCALER,
+    Listener,
+    Note,
+    NoteReader,
+)
+from ampfuse.tools.hooks import FirstOptimizer, hook_functions, hook_steps, only_measures, replace
 
 MEASURED = 256  # steps; measuring takes some 0.3 ms of a step that fills the caches, later 10 µs
 MOST_NOTES = 1000  # that wait to be read, for example in an evaluation of many batches
@@ -38,11 +48,14 @@ class StepClock:
         self._notes: list[Note] = []
         self._reader = NoteReader()
         self._is_measuring = True
+        self._is_switching = False  # True while a module is switched to evaluation, or back
         self._thread = threading.get_ident()
         self._first = FirstOptimizer()
         hook_steps(exits, self._enter_optimizer, self._leave_optimizer)
-        noted = {"backward": partial(self._noted, BACKWARD), "scale": partial(self._noted, SCALER)}
+        kinds = {"backward": BACKWARD, "scale": SCALER, "save": OTHER, "save_checkpoint": OTHER}
+        noted = {kind: partial(self._noted, phase) for kind, phase in kinds.items()}
         hook_functions(exits, **noted)
+        replace(exits, nn.Module, "train", self._noted_evaluation(nn.Module.train))
         self._loader_exits = exits.enter_context(ExitStack())
         self._loader_watch = LoaderWatch(self._loader_exits, self.note)
         self.loaders = self._loader_watch.loaders
@@ -75,6 +88,23 @@ class StepClock:
                 self.note(phase, False, call)
 
         return timed
+
+    def _noted_evaluation(self, train: Callable[..., Any]) -> Any:
+        """Return `Module.train` with notes: an evaluation lasts from `eval()` until `train()`."""
+
+        @wraps(train)
+        def noted(module: nn.Module, mode: bool = True) -> Any:
+            is_part = self._is_switching  # of a module that is switched
+            if torch.compiler.is_compiling() or is_part or module.training == mode:
+                return train(module, mode)
+            self.note(EVALUATION, not mode, is_exhausted=mode)
+            self._is_switching = True
+            try:
+                return train(module, mode)
+            finally:
+                self._is_switching = False
+
+        return noted
 
     def _read(self) -> None:
         intervals = self._reader.read(self._notes)

@@ -17,7 +17,14 @@ from ampfuse.tools.diagnosis.clock import StepClock
 from ampfuse.tools.diagnosis.gpu_times import GpuTimes
 from ampfuse.tools.diagnosis.habits import Habits, WideLogits
 from ampfuse.tools.diagnosis.lines import LineSampler, merge
-from ampfuse.tools.diagnosis.phases import FIRST_STEPS, LEAST_STEPS, PHASES, Interval, Listener
+from ampfuse.tools.diagnosis.phases import (
+    EVALUATION,
+    FIRST_STEPS,
+    LEAST_STEPS,
+    PHASES,
+    Interval,
+    Listener,
+)
 from ampfuse.tools.hooks import replace
 from ampfuse.tools.memory.monitor import Monitor
 
@@ -90,6 +97,8 @@ class Diagnosis(Listener):
             "count": self.clock.steps,
             "measured": len(self._times),
             "milliseconds": {phase: fmean(values) for phase, values in phases.items()},
+            "evaluation": fmean(one.get(EVALUATION, 0.0) * 1e3 for _, one in times),
+            "evaluated": sum(EVALUATION in one for _, one in times),
             "median": median(whole),
             "spread": spread,
             "timeline": {"step": [step for step, _ in times], **phases},

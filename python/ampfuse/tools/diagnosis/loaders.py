@@ -39,6 +39,8 @@ class Loader:
     """Seconds that the program waited for batches."""
     starts: list[float] = field(default_factory=list)
     """Seconds from the start of an iterator to its first batch, for each epoch."""
+    late_starts: list[float] = field(default_factory=list)
+    """Those of them that came after the program's first step."""
     batches: int = 0
     """Batches that the program has taken."""
     loaded: int = 0
@@ -98,6 +100,7 @@ class LoaderWatch:
         self._of_iterator: dict[int, Loader] = {}
         self._of_dataset: dict[int, Loader] = {}
         self._started: dict[int, float] = {}  # when iterators that have no batch yet were started
+        self._has_trained = False  # True after the first step
         self._sampler: LineSampler | None = None  # of a worker, in its process
         self._last_published = 0.0
         timed = {"iterate": self._timed_start, "next_batch": self._timed_next}
@@ -105,6 +108,7 @@ class LoaderWatch:
 
     def note_training(self, iterators: Iterable[int]) -> None:
         """Note that a backward has followed batches of these iterators."""
+        self._has_trained = True
         for iterator in iterators:
             if (loader := self._of_iterator.get(iterator)) is not None:
                 loader.trains = True
@@ -154,6 +158,8 @@ class LoaderWatch:
                 end = time.perf_counter()
                 if (start := self._started.pop(id(iterator), None)) is not None:
                     known.starts.append(end - start)
+                    if self._has_trained:
+                        known.late_starts.append(end - start)
                 known.waited += end - begin
                 known.batches += 1
             return batch

@@ -13,7 +13,7 @@ OPTIMIZER = "optimizer"
 SCALER = "scaler"
 OTHER = "other"  # all else between two phases
 PHASES = (INPUT, FORWARD, BACKWARD, OPTIMIZER, SCALER, OTHER)
-EVALUATION = "evaluation"  # belongs to no step
+EVALUATION = "evaluation"  # beside the phases of a step
 
 FIRST_STEPS = 3  # which allocate, compile and start workers, and are left out
 LEAST_STEPS = 5  # from which means are computed
@@ -29,8 +29,9 @@ Interval = tuple[str, float]
 class NoteReader:
     """Reads notes in their order. Time between two phases is FORWARD before backward, else OTHER.
 
-    If an iterator is exhausted without a backward since its first batch, the program has evaluated,
-    which belongs to no step. Neither does the wait in which an iterator proves to be exhausted.
+    If an iterator is exhausted without a backward since its first batch, or if `model.train()`
+    follows `model.eval()` without a backward, the program has evaluated, which belongs to no phase
+    of a step. Neither does the wait in which an iterator proves to be exhausted.
     """
 
     def __init__(self) -> None:
@@ -59,16 +60,19 @@ class NoteReader:
                 if phase == BACKWARD:
                     self.training.update(self._before)
                     self._before.clear()
-                elif phase == INPUT and not running and source not in self._before:
+                elif phase in (INPUT, EVALUATION) and not running and source not in self._before:
                     self._before[source] = dict(seconds), len(intervals)
-                running.append((phase, source))
+                if phase != EVALUATION:  # its parts have phases of their own until it has ended
+                    running.append((phase, source))
                 continue
             # Errors may have left phases inside of it, and the phase itself in an earlier step.
             if (phase, source) in running:
                 del running[running.index((phase, source)) :]
             if is_exhausted and source in self._before:
                 times, first = self._before.pop(source)
+                evaluated = sum(seconds.values()) - sum(times.values())
                 seconds = self.seconds = defaultdict(float, times)
+                seconds[EVALUATION] += evaluated
                 intervals[first:] = [(EVALUATION, end) for _, end in intervals[first:]]
         return intervals
 

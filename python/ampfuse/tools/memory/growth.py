@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
+from numbers import Number
 from pathlib import Path
 from traceback import walk_stack
 from types import ModuleType
@@ -30,6 +31,7 @@ from ampfuse.tools.program_lines import file_name, is_of_program, program_frame
 CONTAINERS = (list, dict, set, deque)
 SHOWN = 3
 LEAST_BYTES = 1024  # of a tensor that is counted
+FEW_NUMBERS = 1000  # of some 32 bytes each
 
 
 class Suspect(NamedTuple):
@@ -144,9 +146,16 @@ def grown(before: dict[int, int]) -> list[Suspect]:
     for one in gc.get_objects():
         if type(one) in CONTAINERS and one is not before:
             added = len(one) - before.get(id(one), len(one))
-            if added >= 2 and (name := name_of(one)):
+            if added >= 2 and not is_small(one, added) and (name := name_of(one)):
                 suspects.append(Suspect(name, f"{type(one).__name__} of {len(one):,} elements", 0))
     return suspects[:SHOWN]
+
+
+def is_small(container: Any, added: int) -> bool:
+    """Return True if few numbers were added, which cannot be what makes memory grow."""
+    values = container.values() if isinstance(container, dict) else container
+    last = next(iter(values)) if isinstance(values, set) else next(reversed(values))
+    return added < FEW_NUMBERS and isinstance(last, Number)
 
 
 def name_of(container: Any) -> str:
