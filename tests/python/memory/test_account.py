@@ -3,15 +3,24 @@
 import ampfuse
 import pytest
 import torch
-from account_error import MODELS, SETTINGS, compare, gpt2, lstm, resnet
+from account_error import MODELS, SETTINGS, Tagger, Task, compare, gpt2, lstm, resnet, words
 from account_models import ACTIVATION, ROWS, WEIGHTS, WIDTH, accounted, sgd, stepper, two_layers
 from ampfuse.memory import account
 from torch import nn
 from torch.nn import functional
 
+
+def wide_lstm():
+    """Return an LSTM whose own copies of weights and gates decide the peak."""
+    model = Tagger(200, 256)
+    model.lstm = nn.LSTM(256, 256, batch_first=True)
+    return Task(model, words(16, 64, 200))
+
+
 # All models in float32, and a transformer and convolutions in all settings. The LSTM has operators
 # of its own under autocast.
 MEASURED = [(make, SETTINGS[0]) for make in MODELS] + [(lstm, SETTINGS[3])]
+MEASURED += [(wide_lstm, SETTINGS[0])]
 MEASURED += [(make, setting) for make in (gpt2, resnet) for setting in SETTINGS[1:]]
 
 
@@ -249,6 +258,6 @@ def test_account_is_shown_as_text_and_picture_with_what_changes_would_save(tmp_p
     assert "peak of a training step on a GPU: " in lines[0]
     assert any(line.split()[:1] == ["moments"] for line in lines)
     assert any("ampfuse.linear_cross_entropy" in line for line in lines)
-    assert made.savings[0].name == "bfloat16 weights, masters"
+    assert [one.name for one in made.savings][:2] == ["autocast", "bfloat16 weights, masters"]
     made.plot(tmp_path / "account.png")
     assert (tmp_path / "account.png").stat().st_size > 10_000

@@ -38,6 +38,7 @@ for epoch in range(9):
         optimizer.zero_grad()
         print("loss", loss.item(), "of", len(batch), sys.argv[1:], flush=True)
 """
+TRYING = r"python -m ampfuse: trying batches of( \d+)+\n"
 WITHOUT_WORKERS = re.sub(r", num_workers.*", "", PROGRAM)
 
 
@@ -49,7 +50,7 @@ def account_of(programs, *arguments):
     """Return the printed lines of a program that is accounted."""
     done = memory(programs, *arguments)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert done.stderr == "" or re.fullmatch(TRYING, done.stderr)
     assert "peak of a training step on a GPU: " in done.stdout
     return done.stdout.splitlines()
 
@@ -106,6 +107,17 @@ def test_fit_finds_the_largest_batch(programs):
     # The account is not exactly linear in the batch: sizes are multiples of 512 bytes.
     assert peaks[0] <= 1.01 * 64 * 2**20
     assert peaks[1] >= 0.99 * 64 * 2**20
+
+
+def test_fit_shows_the_batches_that_it_tries(programs):
+    programs.write("train.py", WITHOUT_WORKERS)
+    assert re.fullmatch(TRYING, memory(programs, "--fit", "9MiB", "train.py").stderr)
+
+
+def test_program_in_float32_is_accounted_under_autocast(programs):
+    programs.write("train.py", SMALL.replace("32)", "8192)"))
+    (row,) = (line for line in account_of(programs, "train.py") if line.startswith("  autocast "))
+    assert "torch.autocast with torch.bfloat16" in row
 
 
 def test_fit_says_if_no_batch_fits(programs):

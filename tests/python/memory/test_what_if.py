@@ -1,5 +1,6 @@
 """Changes save as much as an account predicts: the changed programs have accounts, too."""
 
+from contextlib import nullcontext
 from functools import cache
 
 import ampfuse
@@ -47,7 +48,7 @@ def account_of(
     target = words[:, 1:].flatten()
 
     def loss_of():
-        with torch.autocast(device, BFLOAT16, enabled=has_autocast):
+        with torch.autocast(device, BFLOAT16) if has_autocast else nullcontext():
             hidden = model(words[:, :-1])
             if is_linear:
                 return ampfuse.linear_cross_entropy(hidden, model.weight, target)
@@ -71,6 +72,8 @@ CHANGES = {
 CHANGES["all of these"] = {
     name: value for change in CHANGES.values() for name, value in change.items()
 }
+OF_AUTOCAST = list(CHANGES)
+CHANGES["autocast"] = {"has_autocast": True}
 PROGRAMS = {
     "GPU, float32": {"device": "cuda"},
     "GPU, autocast": {"device": "cuda", "has_autocast": True},
@@ -91,7 +94,8 @@ def peak_of(made, name):
 OF_DTYPES = ("bfloat16 weights, masters", "linear cross-entropy")
 OF_GRADIENTS = ("linear cross-entropy", "checkpoints")
 SOME = {
-    "GPU, float32": OF_DTYPES,
+    "GPU, float32": (*OF_DTYPES, "autocast"),
+    "GPU, autocast": OF_AUTOCAST,
     "CPU, autocast": OF_DTYPES,
     "GPU, accumulation": OF_GRADIENTS,
     "CPU, accumulation": OF_GRADIENTS,
@@ -120,6 +124,15 @@ def test_changes_that_do_not_concern_the_program_are_left_out():
     assert [saving.name for saving in made.savings] == ["sharded over 8 GPUs"]
 
 
+def test_one_change_is_not_shown_again_as_all_of_these():
+    layers = (nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Tanh()) for _ in range(8))
+    model = nn.Sequential(*layers)
+    made = accounted(model, lambda: model(torch.zeros(4096, 64)).square().sum())
+    assert "checkpoints" in str(made)
+    assert "all of these" not in str(made)
+    assert "(outside modules: the loss, and other functions)" in str(made)
+
+
 def test_frozen_weights_have_no_masters_and_only_adamw_can_have_any():
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     model[:7].requires_grad_(False)
@@ -131,7 +144,7 @@ def test_frozen_weights_have_no_masters_and_only_adamw_can_have_any():
 
     masters = savings(torch.optim.AdamW)["bfloat16 weights, masters"].kinds["masters"]
     assert masters == 4 * (256 * 256 + 256)
-    assert list(savings(torch.optim.SGD, 0.1, 0.9)) == ["sharded over 8 GPUs"]
+    assert list(savings(torch.optim.SGD, 0.1, 0.9)) == ["autocast", "sharded over 8 GPUs"]
 
 
 # Layers that end with a norm return float32, and the next layer saves a copy of another dtype.

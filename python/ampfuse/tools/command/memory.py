@@ -1,7 +1,7 @@
 """The command `python -m ampfuse memory`: what the memory of an unchanged program is for.
 
-The program runs until its optimizer has stepped twice. Its operators compute shapes, but no
-numbers, as if there were no GPU.
+The program runs until its optimizer has stepped two or three times. Its operators compute shapes,
+but no numbers, as if there were no GPU.
 """
 
 import inspect
@@ -31,12 +31,13 @@ from ampfuse.tools.memory.account import Account, account_of
 from ampfuse.tools.memory.batch import search
 from ampfuse.tools.memory.record import Record
 from ampfuse.tools.memory.recorder import Recorder
+from ampfuse.tools.memory.under_autocast import is_in_float32, under_autocast
 
 USAGE = """python -m ampfuse memory [options] script.py [arguments of the script]
        python -m ampfuse memory [options] -m module [arguments of the module]"""
-EPILOG = """The script runs until its optimizer has stepped twice. No numbers are computed:
-losses are 0, and torch.save writes nothing; other files that the script writes are
-written. So no GPU is needed, and a step of a large model takes seconds.
+EPILOG = """The script runs until its optimizer has stepped two or three times. No numbers
+are computed: losses are 0, and torch.save writes nothing; other files that the script
+writes are written. So no GPU is needed, and a step of a large model takes seconds.
 
 examples:
   python -m ampfuse memory train.py --model large
@@ -46,7 +47,7 @@ TRIALS = 3  # after batches were doubled
 
 
 class DoneError(BaseException):
-    """Ends the program after its second step. Programs catch Exception, but not this."""
+    """Ends the program after its last step. Programs catch Exception, but not this."""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -72,27 +73,30 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def run(chosen: Namespace) -> Account:
-    """Run two steps of the program."""
+    """Run two steps of the program, and a third one under autocast if it computes in float32."""
     steps = 0
-    record: Record | None = None
+    records: list[Record] = []
 
     def after_step() -> None:
-        nonlocal steps, record
+        nonlocal steps
         steps += 1
         if steps == 1:
             recorder.begin()
             return
-        if record is None:
-            record = recorder.record()
-        raise DoneError
+        if steps <= 3:
+            records.append(recorder.record())
+        if steps > 2 or not is_in_float32(records[0]):
+            raise DoneError
+        recorder.begin()
+        exits.enter_context(under_autocast(chosen.device))
 
-    with Recorder(chosen.device, after_step) as recorder:
+    with Recorder(chosen.device, after_step) as recorder, ExitStack() as exits:
         try:
             raised = program.run(chosen.words, chosen.is_module)
         except program.NoProgramError as error:
             refuse(str(error))
-    if record is not None:  # also if the program has caught the error
-        return account_of(record)
+    if records:  # also if the program has caught the error, or cannot run under autocast
+        return account_of(*records)
     if raised is None or isinstance(raised, SystemExit):
         text = f"memory: expected two steps of an optimizer, but the program has taken {steps}"
         refuse("; ".join(filter(None, [text, explain_refusal(raised, chosen.options)])))
@@ -169,7 +173,10 @@ def largest_batch(chosen: Namespace, account: Account, batches: list[int], folde
     peaks = {batches[-1]: account.peak}
     failures: list[str] = []
 
+    print("python -m ampfuse: trying batches of", end="", file=sys.stderr)
+
     def peak_of(batch: int) -> int | None:
+        print(f" {batch}", end="", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as own:
             file = Path(own) / "account.json"
             words = ["-m", *chosen.words] if chosen.is_module else ["--", *chosen.words]
@@ -183,6 +190,7 @@ def largest_batch(chosen: Namespace, account: Account, batches: list[int], folde
             return int(json.loads(file.read_text())["peak"])
 
     largest = search(peak_of, chosen.fit, TRIALS, peaks)
+    print(file=sys.stderr)
     room = size_text(chosen.fit)
     found = f"no batch fits in {room}"
     if largest:

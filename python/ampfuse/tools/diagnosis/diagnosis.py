@@ -107,7 +107,7 @@ class Diagnosis(Listener):
         }
 
     def autocast(self) -> str | None:
-        """Return why autocast has changed nothing, or None if it has, or if there is none."""
+        """Return why autocast has changed nothing, or None if it has or is not used."""
         return None if self._dtype is None else self.autocasts.describe(self._dtype)
 
     def memory(self) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from ampfuse._texts import drop_numbers, size_text
 from ampfuse.tools.memory.record import KINDS, Kind, Record
 from ampfuse.tools.memory.recorder import Recorder
 from ampfuse.tools.memory.restoring import restore_optimizer, unchanged
-from ampfuse.tools.memory.what_if import CHANGES
+from ampfuse.tools.memory.under_autocast import is_in_float32, under_autocast
+from ampfuse.tools.memory.what_if import ALL, CHANGES, COMBINED
 
 MODULES_SHOWN = 8
 LEAST_SAVING = 0.01  # of the peak; changes that save less are not shown
@@ -57,7 +59,9 @@ class Account:
         for name, size in self.modules.items():
             modules[drop_numbers(name) or "outside modules"] += size
         if modules:
-            lines.append("activations at the peak, by the module that computed them")
+            title = "activations at the peak, by the module that computed them"
+            outside = " (outside modules: the loss, and other functions)"
+            lines.append(title + (outside if modules["outside modules"] else ""))
         shown = dict(modules.most_common(MODULES_SHOWN))
         shown["others"] = modules.total() - sum(shown.values())
         lines += [f"  {name:<28}{size_text(size):>12}" for name, size in shown.items() if size]
@@ -74,7 +78,9 @@ class Account:
         return f"peak of a training step on a {place}: {size_text(self.peak)}, in {self.phase}"
 
     def _large_savings(self) -> list[Saving]:
-        return [one for one in self.savings if one.peak < self.peak * (1 - LEAST_SAVING)]
+        large = [one for one in self.savings if one.peak < self.peak * (1 - LEAST_SAVING)]
+        these = [one for one in large if one.name in COMBINED]
+        return large if len(these) > 1 else [one for one in large if one.name != ALL.name]
 
     def plot(self, path: str | Path) -> None:
         """Draw the account and its savings as stacked bars. This needs matplotlib.
@@ -113,7 +119,8 @@ def account(
     Args:
         model: The model, on the CPU.
         optimizer: The optimizer that `step` steps.
-        step: A function that runs forward, backward and `optimizer.step()`; it is called twice.
+        step: A function that runs forward, backward and `optimizer.step()`. It is called twice, and
+            in float32 once more under autocast.
         device: What the account is about: `"cuda"`, or `"cpu"` for a program that trains on a CPU.
 
     Returns:
@@ -134,13 +141,17 @@ def account(
         >>> ampfuse.memory.account(model, optimizer, step).kinds["gradients"]
         4198400
     """
-    return account_of(recorded(model, optimizer, step, device))
+    return account_of(*recorded(model, optimizer, step, device, may_autocast=True))
 
 
 def recorded(
-    model: nn.Module, optimizer: Optimizer, step: Callable[[], object], device: str
-) -> Record:
-    """Return the record of the second of two steps."""
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: Callable[[], object],
+    device: str,
+    may_autocast: bool = False,
+) -> list[Record]:
+    """Return the record of the second of two steps, and perhaps of a third one under autocast."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, Optimizer):
@@ -171,17 +182,27 @@ def recorded(
             step()
             if recorder.steps.get(optimizer, 0) < count:
                 raise ValueError("step: expected a call of optimizer.step() in each call, got none")
-        return recorder.record()
+        records = [recorder.record()]
+        if may_autocast and is_in_float32(records[0]):
+            recorder.begin()
+            with suppress(Exception), under_autocast(device):  # not every step can run so
+                step()
+                records.append(recorder.record())
+        return records
 
 
-def account_of(record: Record) -> Account:
-    """Return the account of a recorded step."""
+def account_of(record: Record, with_autocast: Record | None = None) -> Account:
+    """Return the account of a recorded step; `with_autocast`: of the same step under autocast."""
     peak, at, kinds = _find_peak(record)
     modules: Counter[str] = Counter()
     for one in record.live_at(at):
         if record.kind_of(one) == Kind.ACTIVATIONS:
             modules[one.module] += one.bytes
     savings = []
+    if with_autocast is not None:
+        changed_peak, _, changed_kinds = _find_peak(with_autocast)
+        how = "torch.autocast with torch.bfloat16, around the model and the loss"
+        savings.append(Saving("autocast", how, changed_peak, changed_kinds))
     for change in CHANGES:
         allocations = change.of(record)
         if allocations is not None:

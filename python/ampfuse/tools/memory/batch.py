@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse._texts import bytes_of
-from ampfuse.tools.memory.account import account
+from ampfuse.tools.memory.account import recorded
 from ampfuse.tools.memory.restoring import unchanged
 
 TRIALS = 2
@@ -92,7 +92,8 @@ def largest_batch(
             raise ValueError("memory: expected bytes, since the model is on the CPU")
 
         def accounted(batch: int) -> int:
-            return account(model, optimizer, lambda: step(batch), device=device).peak
+            (record,) = recorded(model, optimizer, lambda: step(batch), device)
+            return record.peak()[0]
 
         largest = search(accounted, bytes_of(memory))
     else:

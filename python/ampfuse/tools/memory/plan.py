@@ -52,6 +52,8 @@ class Plan:
             names = f"{self.blocks[0]} … {self.blocks[-1]}" if self.blocks[1:] else self.blocks[0]
             share = f"{self.recomputed:.0%} of forward is computed again"
             lines.append(f"  checkpoints: {len(self.blocks)} ({names}); {share}")
+        elif not self.fits:
+            lines.append("  no checkpoints: no part of the model has submodules, or none saves")
         return "\n".join(lines)
 
     def apply(self, model: nn.Module) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def plan(
     for name in allow:
         if name not in known:
             raise ValueError(f"allow: expected names of {list(known)}, got {name!r}")
-    record = recorded(model, optimizer, step, device)
+    (record,) = recorded(model, optimizer, step, device)
     changes = []
     for name in allow:
         if record.peak()[0] <= budget:

@@ -249,7 +249,8 @@ def blocks_of(model: nn.Module) -> list[str]:
     """Return the names of the modules that a model repeats, for example its layers.
 
     These are the members of a Sequential or ModuleList, if there are at least two, all are of one
-    class, and each has submodules. Modules inside of such members are not blocks.
+    class, and each has submodules. Modules inside of such members are not blocks. A model that
+    repeats none has as blocks its own parts with submodules, if there are at least two.
     """
     found: list[str] = []
     for name, module in model.named_modules():
@@ -260,7 +261,8 @@ def blocks_of(model: nn.Module) -> list[str]:
         has_parts = all(any(member.children()) for member in members.values())
         if len(members) >= 2 and len(kinds) == 1 and has_parts:
             found += [f"{name}.{member}".lstrip(".") for member in members]
-    return found
+    parts = [name for name, part in model.named_children() if any(part.children())]
+    return found or (parts if len(parts) >= 2 else [])
 
 
 def count_in_loss(operator: Any, args: tuple[Any, ...], for_gpu: bool) -> int:
@@ -285,10 +287,11 @@ def count_in_loss(operator: Any, args: tuple[Any, ...], for_gpu: bool) -> int:
 
 
 def count_on_cpu(operator: Any, args: tuple[Any, ...], results: Any) -> int:
-    """Return the bytes of copies that torch's operators for images make on a CPU.
+    """Return the bytes of copies that torch's operators for images and LSTMs make on a CPU.
 
-    Convolutions copy weight and images to a layout of their own, as measured with torch 2.11. What
-    they need on a GPU depends on the algorithm that cuDNN chooses, and is not counted.
+    Convolutions copy weight and images to a layout of their own, and LSTMs weights and gates, as
+    measured with torch 2.11. What they need on a GPU depends on the algorithm that cuDNN chooses,
+    and is not counted.
     """
     match operator.name():
         case "aten::convolution":
@@ -297,4 +300,11 @@ def count_on_cpu(operator: Any, args: tuple[Any, ...], results: Any) -> int:
             return sum(one.nbytes for one in args[:3])
         case "aten::native_batch_norm_backward":
             return int(args[1].nbytes)
+        case "aten::mkldnn_rnn_layer":
+            gates = 4 * results[0].nbytes if args[0].dtype == torch.float32 else 0
+            return int(args[1].nbytes + args[2].nbytes + gates)
+        case "aten::mkldnn_rnn_layer_backward":
+            weights, output = args[1].nbytes + args[2].nbytes, args[7].nbytes
+            is_float32 = args[0].dtype == torch.float32
+            return int(2 * weights + 5 * output if is_float32 else 3 * weights + 2 * output)
     return 0

@@ -202,10 +202,12 @@ OTHERS = (
         lambda record: checkpointed(record, record.blocks) if record.blocks else None,
     ),
 )
+ALL = Change("all of these", "", all_changes)
+COMBINED = [change.name for change in (REMAINDERS, *OTHERS)]
 CHANGES = (
     MASTER_WEIGHTS,
     REMAINDERS,
     *OTHERS,
-    Change("all of these", "", all_changes),
+    ALL,
     Change(f"sharded over {GPUS} GPUs", "torch.distributed.fsdp.fully_shard", sharded),
 )
