@@ -194,7 +194,11 @@ REMAINDERS = Change(
     lambda record: bfloat16_weights(record, 2),
 )
 OTHERS = (
-    Change("bfloat16 moments", "ampfuse.AdamW(..., state_dtype=torch.bfloat16)", bfloat16_moments),
+    Change(
+        "bfloat16 moments",
+        "ampfuse.AdamW(..., state_dtype=torch.bfloat16, betas=(0.9, 0.95))",
+        bfloat16_moments,
+    ),
     Change("linear cross-entropy", "ampfuse.linear_cross_entropy", drop_logits),
     Change(
         "checkpoints",
