@@ -261,3 +261,19 @@ def test_account_is_shown_as_text_and_picture_with_what_changes_would_save(tmp_p
     assert [one.name for one in made.savings][:2] == ["autocast", "bfloat16 weights, masters"]
     made.plot(tmp_path / "account.png")
     assert (tmp_path / "account.png").stat().st_size > 10_000
+
+
+def test_shapes_that_depend_on_computed_numbers_are_named_and_others_are_not():
+    model = two_layers()
+    rows = torch.arange(ROWS)
+
+    def loss_of():
+        batch = torch.randn(ROWS, WIDTH)[rows % 2 == 0][rows[:9]]  # of integers, which are known
+        output = model(batch)
+        return output[output[:, 0] > 0].sum() + output.sum()
+
+    made = accounted(model, loss_of)
+    (line,) = made.unknown
+    assert "`return output[output[:, 0] > 0].sum()" in line
+    assert str(made).splitlines()[-1].strip() == line
+    assert accounted(model).unknown == []

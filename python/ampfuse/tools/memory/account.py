@@ -49,6 +49,8 @@ class Account:
     """The activations at the peak by the module that computed them."""
     savings: list[Saving]
     """Changes of the program, and the peak after each of them."""
+    unknown: list[str]
+    """Lines whose results have shapes that depend on numbers, which the account cannot know."""
 
     def __str__(self) -> str:
         """Return the account as a table of plain text."""
@@ -71,6 +73,9 @@ class Account:
         for one in savings:
             change = f"{size_text(one.peak):>12}{one.peak / self.peak - 1:>+7.0%}"
             lines.append(f"  {one.name:<28}{change}  {one.how}".rstrip())
+        if self.unknown:
+            lines.append("shapes that depend on numbers are unknown, and the peak may be larger:")
+            lines += [f"  {one}" for one in self.unknown]
         return "\n".join(lines)
 
     def _title(self) -> str:
@@ -209,7 +214,7 @@ def account_of(record: Record, with_autocast: Record | None = None) -> Account:
             changed_peak, _, changed_kinds = _find_peak(replace(record, allocations=allocations))
             savings.append(Saving(change.name, change.how, changed_peak, changed_kinds))
     device = "cuda" if record.for_gpu else "cpu"
-    return Account(device, peak, record.phase_at(at), kinds, dict(modules), savings)
+    return Account(device, peak, record.phase_at(at), kinds, dict(modules), savings, record.unknown)
 
 
 def _find_peak(record: Record) -> tuple[int, int, dict[str, int]]:

@@ -45,6 +45,7 @@ class Allocation:
     is_trained: bool = False  # True for a parameter of an optimizer
     used: int | None = None  # the moment of its first use in a backward pass
     is_sent: bool = False  # True if the program has moved the tensor to a device
+    is_unknown: bool = False  # True for integers and bools that follow from floats, so zeros here
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Record:
     end: int
     for_gpu: bool  # True if it is about a GPU, wherever it was recorded
     is_adam: bool  # True if an optimizer has Adam's moments
+    unknown: list[str]  # lines of the program whose results have shapes that depend on numbers
 
     def phase_at(self, moment: int) -> str:
         """Return the phase at a moment."""

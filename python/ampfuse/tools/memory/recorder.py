@@ -21,8 +21,9 @@ from ampfuse._graphs import is_in_backward
 from ampfuse._nested import have_own_operators, params_of, states_of, stored_tensors_in
 from ampfuse.tools.hooks import FirstOptimizer, hook_modules, hook_steps, only_measures, replace
 from ampfuse.tools.memory.as_on_gpu import act_as_on_gpu
-from ampfuse.tools.memory.dry_run import run_dry
+from ampfuse.tools.memory.dry_run import has_floats, run_dry
 from ampfuse.tools.memory.record import BACKWARD, FORWARD, STEP, Allocation, Kind, Record, is_within
+from ampfuse.tools.program_lines import current_line
 
 GPU_MULTIPLE = 512  # torch allocates this many bytes on a GPU, or a multiple of it
 
@@ -61,6 +62,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._blocks: list[str] = []
         self._operations: Counter[str] = Counter()
+        self._unknown: dict[str, None] = {}  # lines, in their order
         self._stepping = 0  # number of optimizer steps that are running, one inside another
         self._exits = ExitStack()
 
@@ -102,6 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._now,
             self._for_gpu,
             self._is_adam,
+            list(self._unknown),
         )
 
     def note(self, kind: str, tensors: Iterable[Tensor]) -> None:
@@ -141,6 +144,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._phases[-1][1] == BACKWARD:
             for one in inputs:
                 one.used = self._now if one.used is None else one.used
+        are_unknown = [
+            one.is_unknown or (has_floats(tensor) and tensor.numel() > 1)
+            for one, tensor in zip(inputs, given, strict=True)
+        ]
+        if has_unknown_shape(operator, given, are_unknown):
+            self._unknown[str(current_line() or operator.name())] = None
         results = run_dry(operator, args, kwargs, self._fake_mode)
         self._note_scratch(operator, args, results)
         self._count_operations(operator, args, kwargs, results)
@@ -149,6 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             allocation = self._seen(result, is_new=True)
             if allocation.born < self._now:
                 continue  # it was written in place, or it is a view
+            allocation.is_unknown = any(are_unknown) and not has_floats(result)
             allocation.phase = self._phases[-1][1]
             allocation.operator = operator.name().partition(".")[0]
             allocation.module = self._stack[-1] if self._stack else ""
@@ -243,6 +253,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         if self._after_step is not None and self._first.matches(optimizer):
             self._after_step()
+
+
+def has_unknown_shape(operator: Any, given: list[Tensor], are_unknown: list[bool]) -> bool:
+    """Return True if the shape of an operator's result depends on numbers that are unknown."""
+    if torch.Tag.dynamic_output_shape not in getattr(operator, "tags", ()):
+        return False
+    masks = [i for i, tensor in enumerate(given) if tensor.dtype == torch.bool]
+    if masks or operator is torch.ops.aten.index.Tensor:  # other indices have known shapes
+        return any(are_unknown[i] for i in masks)
+    return any(are_unknown)
 
 
 def blocks_of(model: nn.Module) -> list[str]:
