@@ -157,3 +157,26 @@ def test_activations_that_are_computed_again_live_until_backward_ends(activation
 
 def test_inputs_of_a_micro_batch_are_kept_until_its_own_backward_ends():
     assert len(applied("1MiB", nn.GELU, micro_batches=3).blocks) == 8
+
+
+class Halves(nn.Module):
+    """A model whose parts have submodules, but that repeats none."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = (
+            nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Tanh(), nn.Linear(512, 64))
+            for _ in range(2)
+        )
+
+    def forward(self, batch):
+        return self.up(self.down(batch))
+
+
+@pytest.mark.parametrize(("model", "has_parts"), [(Halves(), True), (Halves().down, False)])
+def test_parts_are_checkpointed_and_a_plan_without_checkpoints_says_why(model, has_parts):
+    optimizer = sgd(model)
+    step = stepper(optimizer, lambda: model(torch.zeros(4096, 64)).square().sum())
+    made = plan(model, optimizer, step, 1, device="cpu")
+    assert made.blocks == (["down", "up"] if has_parts else [])
+    assert ("no checkpoints: no part of the model has" in str(made)) == (not has_parts)
