@@ -100,6 +100,22 @@ def test_optimizer_left_to_torch_is_reported_with_the_reason(programs):
     assert "left to torch once: differentiable=True" in done.stderr
 
 
+def test_sgd_is_reported_as_left_to_torch_and_its_steps_beside_a_scaler_are_noticed(programs):
+    programs.write(
+        "sgd.py",
+        f"{STEP}\nmodel = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "scaler = torch.amp.GradScaler('cpu')\n"
+        "for _ in range(20):\n"
+        "    scaler.scale(model(torch.ones(4)).sum()).backward()\n"
+        "    optimizer.step()\n",
+    )
+    done, told = programs.reported("sgd.py")
+    assert told["optimizers_of_torch"] == ["SGD"]
+    assert "left to torch: SGD, since ampfuse has only Adam and AdamW" in done.stderr
+    assert "sgd.py:16: UserWarning: an optimizer has taken 20 steps" in done.stderr
+
+
 def test_program_that_fails_is_reported_after_its_traceback(programs):
     programs.write("fail.py", "raise OSError('no disk')")
     done, told = programs.reported("fail.py")
@@ -281,6 +297,7 @@ REPORT = {
     "seconds": 2.0,
     "steps": None,
     "step_count": 0,
+    "optimizers_of_torch": [],
     "scalers": [],
     "scaler_disabled": False,
     "autocast": None,

@@ -51,6 +51,7 @@ def report(
             }
             for part in parts
         },
+        "optimizers_of_torch": sorted(diagnosis.clock.left_to_torch),
         "scalers": scalers,
         "scaler_disabled": RECORDING.has_disabled and not scalers,
         "autocast": diagnosis.autocast(),

@@ -21,6 +21,9 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of a report's table, each a name and a text."""
     found = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
     found += rows_of_parts(report["parts"])
+    if others := sorted({*report["optimizers_of_torch"]} - {"Adam", "AdamW"}):
+        text = f"left to torch: {', '.join(others)}, since ampfuse has only Adam and AdamW"
+        found.append(("optimizers", text))
     if (steps := report["steps"]) is not None:
         found.append(("a step", times_text(steps["milliseconds"])))
         if steps["gpu_milliseconds"]:

@@ -18,6 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse._graphs import eager_only
+from ampfuse.gradients.mistakes import note_step_without_scaler
+from ampfuse.optim.stepping import is_ours
 from ampfuse.tools.diagnosis.loaders import LoaderWatch
 from ampfuse.tools.diagnosis.phases import (
     BACKWARD,
@@ -41,6 +43,8 @@ class StepClock:
     def __init__(self, exits: ExitStack, *listeners: Listener) -> None:
         self.steps = 0
         """A step ends when the first optimizer has stepped."""
+        self.left_to_torch: set[str] = set()
+        """The classes of optimizers that stepped and are not ampfuse's."""
         self.error: Exception | None = None
         """An error of the measurements, which has ended them."""
         self._listeners = listeners
@@ -118,6 +122,9 @@ class StepClock:
     @only_measures
     @eager_only
     def _enter_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if not is_ours(optimizer):  # ours note by themselves that they step without a scaler
+            self.left_to_torch.add(type(optimizer).__name__)
+            note_step_without_scaler(optimizer)
         self.note(OPTIMIZER, True, id(optimizer))
 
     @only_measures
