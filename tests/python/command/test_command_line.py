@@ -79,7 +79,7 @@ PARSES = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')
     [
         ("x.py --lr 1 --json x.json", "--json"),
         ("memory x.py --fit=2GiB", "--fit"),
-        ("x.py --sgd", None),
+        ("x.py --sgd words", None),
         ("x.py --lr", None),
     ],
 )

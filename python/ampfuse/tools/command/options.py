@@ -60,6 +60,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, usage: str, description: str, epilog: str, json: str, plot: str) -> None:
+        self.options: set[str] = set()
         super().__init__(
             usage=usage,
             description=description,
@@ -70,6 +71,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
         self.add_argument("--json", type=output, metavar="FILE", help=json)
         self.add_argument("--plot", type=picture, metavar="FILE", help=plot)
+
+    def add_argument(self, *names: Any, **kwargs: Any) -> Any:
+        """Add an option, and note its names."""
+        self.options.update(name for name in names if name.startswith("-"))
+        return super().add_argument(*names, **kwargs)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return our options, with `words`, the program's name and arguments, and `is_module`.
@@ -82,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         count = len(arguments)
         end = next((i for i in range(count) if arguments[i].startswith("-m")), count)
         given = self.parse_args(arguments[:end])
-        given.options = {name for action in self._actions for name in action.option_strings}
+        given.options = self.options
         given.is_module = end < count and not given.words  # if not, -m belongs to the script
         given.words += arguments[end:]
         if given.is_module:
