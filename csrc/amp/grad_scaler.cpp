@@ -37,9 +37,10 @@ void check_has_scale(const ScalerState& state, const char* what) {
 }
 
 void check_is_scaled(const ScalerState& state, const char* what) {
-  TORCH_CHECK(!state.has_announced || state.has_scaled, "Attempted ", what,
-              " but no loss was scaled since the last update(), although a loss module with a "
-              "scaler was called. Did you call scaler.scale(loss).backward()?");
+  TORCH_CHECK(
+      !state.has_announced || state.has_scaled, "Attempted ", what,
+      " but no loss was ever scaled, although a loss module with a scaler was called. Did you "
+      "call scaler.scale(loss).backward()?");
 }
 
 void check_closure(const torch::optim::Optimizer& optimizer, bool has_closure) {
@@ -254,7 +255,7 @@ void GradScaler::update() {
     if (policy.skip_outliers && policy.norm) tensors.norms = state_->history.norms(device);
     update_scale(tensors, found_infs, policy);
   }
-  state_->forget_steps();
+  state_->optimizers.clear();
   raise_if_collapsed(*state_);
 }
 
@@ -263,7 +264,7 @@ void GradScaler::update(double new_scale) {
   check_has_scale(*state_, "update");
   amp::check_scale("new_scale", new_scale);
   state_->scale.fill_(new_scale);
-  state_->forget_steps();
+  state_->optimizers.clear();
 }
 
 void GradScaler::update(const at::Tensor& new_scale) {
@@ -273,15 +274,17 @@ void GradScaler::update(const at::Tensor& new_scale) {
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
               "torch.FloatTensor with requires_grad=False.");
   state_->scale.copy_(new_scale.reshape({}));
-  state_->forget_steps();
+  state_->optimizers.clear();
 }
 
 double GradScaler::get_scale() const {
+  checked_state()->has_scaled = true;  // the program may multiply by it
   return is_enabled() ? state_->host_scale() : 1;
 }
 
 at::Tensor GradScaler::scale_tensor() {
   if (!is_enabled()) return at::ones({}, at::TensorOptions(at::kFloat));
+  state_->has_scaled = true;  // the program may multiply by it
   return state_->scale_on(state_->first_device());
 }
 

@@ -66,11 +66,6 @@ const at::Tensor& ScalerState::scale_on(at::Device device) {
   return scale;
 }
 
-void ScalerState::forget_steps() {
-  optimizers.clear();
-  has_announced = has_scaled = false;
-}
-
 double ScalerState::host_scale() const {
   return scale.defined() ? scale.item<double>() : first_scale_;
 }

@@ -28,9 +28,6 @@ class ScalerState {
   /// Returns the scale; creates it on `device` if it does not exist yet.
   const at::Tensor& scale_on(at::Device device);
 
-  /// Forgets what happened since the last update.
-  void forget_steps();
-
   double host_scale() const;
   int64_t host_growth_tracker() const;
 
@@ -47,8 +44,8 @@ class ScalerState {
   at::Tensor growth_tracker;
   ScalerHistory history;
   std::vector<OptimizerState> optimizers;
-  bool has_announced = false;  // a loss since the last update has asked for the scale
-  bool has_scaled = false;     // a loss was scaled since the last update
+  bool has_announced = false;  // a loss module has asked for the scale
+  bool has_scaled = false;     // a loss was scaled, or the program knows the scale
 
  private:
   double first_scale_;

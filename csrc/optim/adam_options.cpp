@@ -153,10 +153,10 @@ void check_initial(const AdamSettings& settings) {
 }
 
 void warn_of_slow_decay(const AdamSettings& settings) {
-  if (settings.state_dtype != at::kBFloat16 || settings.beta2 <= 0.99) return;
+  if (settings.state_dtype != at::kBFloat16 || settings.beta2 <= 1 - 0x1p-8) return;
   TORCH_WARN("state_dtype of bfloat16 with a second beta of ", settings.beta2,
              ": rounding keeps a bfloat16 second moment from shrinking if the second beta is above "
-             "0.99, so steps stay too small after large gradients. Pass for example "
+             "0.996, so steps stay too small after large gradients. Pass for example "
              "betas({0.9, 0.95})");
 }
 

@@ -1,16 +1,19 @@
 """`accumulate`: the gradients of a large batch from several small ones."""
 
 import dis
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ampfuse._warning import warn_caller
 from ampfuse.gradients.norms import device_of
 
 IGNORED = -100  # targets that torch's cross-entropy leaves out by default
@@ -33,8 +36,8 @@ def accumulate(
     Args:
         step: `step(micro_batch, denominator)` returns the loss of a micro-batch, which is a sum
             divided by `denominator`. ampfuse's losses take `denominator=`; with other losses,
-            divide the sum yourself. A mean, which ignores the denominator, is wrong. `step` does
-            not call `backward`.
+            divide the sum yourself. A mean, which ignores the denominator, is wrong; a function
+            that does not use its second argument is warned of. `step` does not call `backward`.
         micro_batches: At least one, on each rank.
         count: Returns the number, or the total weight, of the targets whose losses are added up in
             a micro-batch. By default a micro-batch is a pair of inputs and integer targets, of
@@ -53,8 +56,7 @@ def accumulate(
 
     Raises:
         ValueError: There is no micro-batch, or a sharded model comes without `process_group`.
-        TypeError: A micro-batch cannot be counted, `step` returns something else than a loss, or
-            its code does not use the denominator.
+        TypeError: A micro-batch cannot be counted, or `step` returns something else than a loss.
 
     Examples:
         >>> import torch, ampfuse
@@ -66,10 +68,11 @@ def accumulate(
         >>> loss = ampfuse.accumulate(step, parts)
         >>> torch.testing.assert_close(loss, ampfuse.cross_entropy(model(inputs), targets).detach())
     """
-    if ignores_second_argument(step):
-        raise TypeError(
-            "accumulate: step: it does not use its second argument, the denominator, so the result "
-            "would be a sum of means: divide the micro-batch's sum by the denominator"
+    code = getattr(step, "__code__", None)  # None if it is not a plain function or method
+    if code is not None and ignores_argument(code, 2 if inspect.ismethod(step) else 1):
+        warn_caller(
+            "accumulate: step does not use its second argument, the denominator. A result that is "
+            "a mean would be added to other means: divide the micro-batch's sum by the denominator"
         )
     batches = list(micro_batches)
     if not batches:
@@ -91,15 +94,13 @@ def accumulate(
     return total
 
 
-def ignores_second_argument(function: Any) -> bool:
-    """Return True for a Python function whose code never names its second argument."""
-    function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None)  # None if the function is not one of Python's
-    if code is None:
+@functools.cache
+def ignores_argument(code: CodeType, index: int) -> bool:
+    """Return True if a function's code never reads its argument of this index."""
+    if index >= code.co_argcount:  # it has `*args`
         return False
-    second = 2 if inspect.ismethod(function) else 1
-    named = " ".join(instruction.argrepr for instruction in dis.get_instructions(code))
-    return second < code.co_argcount and code.co_varnames[second] not in re.findall(r"\w+", named)
+    used = {str(instruction.argval) for instruction in dis.get_instructions(code)}
+    return not any(re.search(rf"\b{code.co_varnames[index]}\b", name) for name in used)
 
 
 def targets_in(micro_batch: Any) -> Tensor:

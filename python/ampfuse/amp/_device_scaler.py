@@ -59,8 +59,8 @@ class DeviceScaler(TorchGradScaler):
     _history: ScalerHistory
     _inspections: dict[int, Inspection]
     _watch: Watch
-    _has_announced = False  # True if a loss since the last update has asked for the scale
-    _has_scaled = False  # True if a loss was scaled since the last update
+    _has_announced = False  # True if a loss module has asked for the scale
+    _has_scaled = False  # True if a loss was scaled
 
     # --- steps and updates ----------------------------------------------------------------------
 
@@ -328,11 +328,16 @@ class DeviceScaler(TorchGradScaler):
 
     @eager_only
     def _check_scaled(self, funcname: str) -> None:
-        """Raise if losses have asked for the scale since the last update, and none was scaled."""
-        if self._has_announced and not self._has_scaled:
+        """Raise if only loss modules have used the scale, as torch does if nothing has.
+
+        A program that knows the scale may multiply by it, and so may a `scale` of its own class.
+        """
+        if self._has_scaled or not self._has_announced or self._watch.is_scale_known:
+            return
+        if type(self).scale is type(self)._own_scale:  # type: ignore[attr-defined]
             raise AssertionError(
-                f"Attempted {funcname} but no loss was scaled since the last update(), although a "
-                "loss module with scaler= was called. Did you call scaler.scale(loss).backward()?"
+                f"Attempted {funcname} but no loss was ever scaled, although a loss module with "
+                "scaler= was called. Did you call scaler.scale(loss).backward()?"
             )
 
     @eager_only

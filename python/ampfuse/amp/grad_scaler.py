@@ -162,6 +162,8 @@ class GradScaler(DeviceScaler):
         self._watch.note_scaled_loss(outputs)
         return scaled(outputs, self._scale_on)
 
+    _own_scale = scale  # derived classes may override scale
+
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale in place, and check whether any is non-finite.
 
@@ -174,8 +176,7 @@ class GradScaler(DeviceScaler):
         Raises:
             RuntimeError: `unscale_` or `step` was already called since the last `update()`.
             ValueError: A gradient is float16, and `allow_fp16_grads` is False.
-            AssertionError: No loss has been scaled yet; or, if a loss module with `scaler=` was
-                called, none since the last `update()`.
+            AssertionError: No loss has been scaled yet.
         """
         if not self._enabled:
             return
@@ -201,8 +202,8 @@ class GradScaler(DeviceScaler):
         Raises:
             RuntimeError: `step` was already called since the last `update()`, or has the keyword
                 `closure`.
-            AssertionError: No loss has been scaled, as in `unscale_`; or no parameter has a
-                gradient, and the optimizer does not take scale and flag as tensors.
+            AssertionError: No loss has been scaled; or no parameter has a gradient, and the
+                optimizer does not take scale and flag as tensors.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -273,7 +274,6 @@ class GradScaler(DeviceScaler):
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
-        self._has_announced = self._has_scaled = False
         if new_scale is not None:
             if not isinstance(new_scale, Tensor):
                 new_scale = checked_scale("new_scale", new_scale)

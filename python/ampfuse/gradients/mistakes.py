@@ -23,8 +23,9 @@ STEPS_WATCHED = 3
 # purpose multiplies the limit by the scale.
 FAR_BELOW_THE_SCALE = 1e-3
 
-# After this many steps without the scaler, each after a loss that it scaled, look once whether they
-# change parameters of that loss. Another network may take steps between micro-batches.
+# After this many steps without the scaler, each after a loss that it scaled, look once whether the
+# optimizer has all parameters of that loss. Another network may take steps between micro-batches,
+# and may be a part of the loss, as the discriminator of a GAN.
 TOO_MANY_STEPS = 20
 
 CLIPPED_WHILE_SCALED = (
@@ -128,9 +129,8 @@ class Watch:
             return
         self._has_scaled = False
         self._steps_without += 1
-        if self._steps_without == TOO_MANY_STEPS and any(
-            id(param) in self._leaves for group in groups_of(optimizer) for param in group["params"]
-        ):
+        stepped = {id(param) for group in groups_of(optimizer) for param in group["params"]}
+        if self._steps_without == TOO_MANY_STEPS and set() < self._leaves <= stepped:
             warn_caller(NEVER_STEPPED.format(steps=TOO_MANY_STEPS))
 
     def note_scaled_gradients(self, grads: Iterable[Tensor], scale: Tensor) -> None:
@@ -201,7 +201,8 @@ def leaves_of(loss: Tensor) -> set[int]:
         node = nodes.pop()
         if node not in seen:
             seen.add(node)
-            leaves.add(id(getattr(node, "variable", None)))
+            if hasattr(node, "variable"):
+                leaves.add(id(node.variable))
             nodes += [following for following, _ in node.next_functions]
     return leaves
 

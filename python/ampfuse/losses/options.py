@@ -216,7 +216,7 @@ def grad_scale_of(scaler: Any, input: Tensor) -> Tensor | None:
     if hasattr(scaler, "_announce_scale"):
         return scaler._announce_scale()  # type: ignore[no-any-return]
     device = getattr(input, "device", None)
-    if scaler._scale is None:  # without a first scaled loss, torch's step raises: it stays so
-        return torch.full((), scaler._init_scale, dtype=torch.float32, device=device)
     one = torch.ones((), dtype=torch.float32, device=device)
+    if getattr(scaler, "_scale", one) is None:  # torch's step raises until a loss was scaled
+        return one * scaler._init_scale  # type: ignore[no-any-return]
     return scaler.scale(one)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from ampfuse._warning import warn_caller
 # Groups hold the dtype's name: tools that gather checkpoints from ranks do not support dtypes.
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-LARGEST_BFLOAT16_BETA = 0.99  # the largest second beta for moments in bfloat16
+LARGEST_BFLOAT16_BETA = 1 - 2**-8  # the largest second beta for moments in bfloat16
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # entries of a state, of the same dtype
 
@@ -158,13 +158,13 @@ def warn_of_slow_decay(group: dict[str, Any], own: dict[str, Any]) -> None:
     """Warn of a second moment in bfloat16 that can grow but not shrink.
 
     Multiplied by a beta above 1 - 2**-8, a number may lose less than half of bfloat16's last bit,
-    and is rounded to what it was. Multiplied by 0.99 it loses more than a whole one.
+    and is rounded to what it was.
     """
     is_bfloat16 = option(group, "state_dtype", own) in ("bfloat16", torch.bfloat16)
     if is_bfloat16 and group["betas"][1] > LARGEST_BFLOAT16_BETA:
         warn_caller(
             f"state_dtype=torch.bfloat16 with betas={group['betas']}: rounding keeps a bfloat16 "
-            "second moment from shrinking if the second beta is above 0.99, so steps stay too "
+            "second moment from shrinking if the second beta is above 0.996, so steps stay too "
             "small after large gradients. Pass for example betas=(0.9, 0.95)"
         )
 

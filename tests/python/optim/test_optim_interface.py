@@ -62,7 +62,7 @@ def test_bfloat16_moments_that_cannot_shrink_are_warned_of_at_construction():
     assert [warning.filename for warning in told] == [__file__]
     with warnings.catch_warnings(action="error"):
         ampfuse.AdamW(params)
-        optimizer = ampfuse.AdamW(params, betas=(0.9, 0.99), state_dtype=torch.bfloat16)
+        optimizer = ampfuse.AdamW(params, betas=(0.9, 0.995), state_dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match=words):
         optimizer.add_param_group({"params": torch.zeros(1), "betas": (0.9, 0.999)})
 

@@ -181,6 +181,15 @@ def test_a_second_network_without_a_scaler_gives_no_warning(device):
     loop.finish()
 
 
+def test_a_discriminator_without_a_scaler_gives_no_warning(device):
+    """The generator's loss, whose batch has many micro-batches, is of the discriminator, too."""
+    loop, other = Loop(device), Other(device)
+    for _ in range(24):
+        loop.scaler.scale((loop.param.sum() * other.param.sum()).sum()).backward()
+        other.iterate()
+    loop.finish()
+
+
 def test_two_scalers_with_one_optimizer_each_give_no_warning(device):
     loops = [Loop(device), Loop(device, torch.optim.SGD)]
     for _ in range(120):
