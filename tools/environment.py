@@ -21,7 +21,7 @@ CPP_HEADERS = ROOT / ".venv" / "cpp-headers"
 FRAMEWORKS = ROOT / f"{VENV.name}-frameworks"
 DOCS = ROOT / f"{VENV.name}-docs"
 # Debian's packages of headers for the C++ tests, and a header or folder of each.
-DEBIAN = {"catch2": "catch2", "libxxhash-dev": "xxhash.h", "nlohmann-json3-dev": "nlohmann"}
+DEBIAN = {"catch2": "catch2"}
 PINNED = "2.11.0"
 REQUESTED_TORCH = os.environ.get("TORCH", "")
 BUILD = ["setuptools>=77,<82", "build", "cmake>=3.27,<5", "ninja", "pybind11>=3,<4"]

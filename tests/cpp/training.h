@@ -2,15 +2,15 @@
 // computes the same.
 #pragma once
 
-#include <ampfuse/checkpoint.h>
+#include <ampfuse/ampfuse.h>
 #include <torch/nn.h>
 #include <torch/utils.h>
 
 namespace ampfuse {
 
-struct Training {
+struct CheckpointedTraining {
   /// kind: "float32", or "masters" or "remainders" of a bfloat16 model.
-  Training(int64_t seed, const std::string& kind)
+  CheckpointedTraining(int64_t seed, const std::string& kind)
       : model(made(seed, kind)),
         optimizer(model->parameters(),
                   AdamWOptions(0.05).master_weights(kind == "remainders" ? MasterWeights::kRemainder
@@ -56,8 +56,13 @@ struct Training {
   /// Returns weights, buffers and moments.
   std::vector<at::Tensor> tensors() const {
     std::vector<at::Tensor> result;
-    for (const auto& [name, tensor] : checkpoint::detail::tensors_of(*model)) {
-      result.push_back(tensor.detach().to(checkpoint::detail::stored_dtype(name, tensor)));
+    std::map<std::string, at::Tensor> of_model;
+    for (const auto& param : model->named_parameters()) of_model[param.key()] = param.value();
+    for (const auto& buffer : model->named_buffers()) of_model[buffer.key()] = buffer.value();
+    for (const auto& [name, tensor] : of_model) {
+      // C++ models count batches in the dtype of their weights, Python's in int64.
+      const bool is_count = name.ends_with("num_batches_tracked");
+      result.push_back(tensor.detach().to(is_count ? at::kLong : tensor.scalar_type()));
     }
     for (const at::Tensor& param : model->parameters()) {
       const auto found = optimizer.state().find(param.unsafeGetTensorImpl());

@@ -48,11 +48,9 @@ FAULTS = [
     ),
     Fault(
         "An optimizer that maximizes does not do so after C++ has loaded its checkpoint.",
-        "csrc/include/ampfuse/checkpoint/loading.h",
-        """\
-  options.maximize(group.at("maximize").toBool());
-""",
-        "",
+        "csrc/checkpoint/optimizer_archive.cpp",
+        "if (stored.contains(name)) {",
+        'if (stored.contains(name) && name != "maximize") {',
         "test_cpp tests/python/checkpoint",
     ),
     # --- patching ---

@@ -1,6 +1,6 @@
 /// \file
 /// The C++ API of ampfuse, for mixed-precision training with LibTorch. This header includes all
-/// others except ampfuse/checkpoint.h, which needs xxhash and nlohmann-json.
+/// others.
 ///
 ///     ampfuse::AdamW optimizer(model->parameters(), ampfuse::AdamWOptions(1e-3));
 ///     ampfuse::GradScaler scaler;
@@ -27,6 +27,7 @@
 ///   holding all logits in memory.
 /// - accumulate() adds up the gradients of micro-batches.
 /// - clip_grad_norm_() and get_total_norm() clip and measure gradients of other optimizers.
+/// - checkpoint::save() and checkpoint::load() write and read the files of Python's checkpoints.
 /// - multi_tensor_norm(), multi_tensor_unscale(), multi_tensor_clip(), fused_adam() and
 ///   update_scale() are the operators that the classes are made of.
 /// - build_info() and AMPFUSE_VERSION describe the library.
@@ -43,6 +44,7 @@
 #include <ampfuse/accumulate.h>
 #include <ampfuse/autocast.h>
 #include <ampfuse/build_info.h>
+#include <ampfuse/checkpoint.h>
 #include <ampfuse/clip_grad.h>
 #include <ampfuse/cross_entropy.h>
 #include <ampfuse/cross_entropy_loss.h>

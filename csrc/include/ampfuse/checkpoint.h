@@ -6,21 +6,104 @@
 ///     const auto loaded =
 ///         ampfuse::checkpoint::load("run", {{"model", model}, {"optimizer", optimizer}});
 ///
-/// Programs that include this header need xxhash.h and nlohmann/json.hpp (Debian, Ubuntu: apt
-/// install libxxhash-dev nlohmann-json3-dev). The library does not, so ampfuse.h does not include
-/// this header.
+/// One thread at a time may save or load the same objects.
 #pragma once
 
-#include <ampfuse/checkpoint/folder.h>
-#include <ampfuse/checkpoint/loading.h>
+#include <ATen/core/ivalue.h>
+#include <ampfuse/export.h>
+#include <ampfuse/grad_scaler.h>
+#include <torch/arg.h>
+#include <torch/nn/pimpl.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
+#include <torch/optim/schedulers/reduce_on_plateau_scheduler.h>
+
+#include <concepts>
+#include <cstdint>
+#include <filesystem>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
 
 namespace ampfuse::checkpoint {
 
-/// Objects and their names, as {{"model", model}, {"optimizer", optimizer}}. Names are free, except
-/// "rng" and "values".
-using Objects = std::vector<std::pair<std::string, Object>>;
+/// Thrown for a checkpoint that is damaged, incomplete or of other objects, and for one that cannot
+/// be written.
+class AMPFUSE_API Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
 
-/// Options of save().
+/// An object that is saved and loaded. A model is held, so that assigning to its holder changes
+/// nothing here. Optimizers, scalers and schedulers are referred to: they must neither move nor be
+/// destroyed before the last call that gets this object.
+class AMPFUSE_API Object {
+ public:
+  /// Holds a model.
+  Object(std::shared_ptr<torch::nn::Module> model);
+  /// Holds a model.
+  template <std::derived_from<torch::nn::Module> Module>
+  Object(const std::shared_ptr<Module>& model)
+      : Object(std::shared_ptr<torch::nn::Module>(model)) {}
+  /// Holds the model in a holder, for example torch::nn::Sequential.
+  template <typename Module>
+  Object(const torch::nn::ModuleHolder<Module>& model) : Object(model.ptr()) {}
+  /// Holds the model of which this is a reference, as `*this` in a method of the model.
+  ///
+  /// \throws Error if neither a holder nor a std::shared_ptr owns the model.
+  Object(torch::nn::Module& model);
+  /// Refers to an optimizer of ampfuse, of torch, or any other one whose save() and load() have the
+  /// format of torch's. Python loads what ampfuse::Adam and AdamW have saved, and torch's SGD,
+  /// Adam, AdamW, RMSprop and Adagrad. Others are for C++ alone.
+  Object(torch::optim::Optimizer& optimizer) : object_(&optimizer) {}
+  /// Refers to a scaler.
+  Object(GradScaler& scaler) : object_(&scaler) {}
+  /// Refers to a scheduler, as torch::optim::StepLR. Its count of steps is saved, for C++ alone. A
+  /// class that overrides get_lrs() must not need any other state of its own. Learning rates are
+  /// saved with the optimizer.
+  Object(torch::optim::LRScheduler& scheduler) : object_(&scheduler) {}
+  /// All state of this scheduler is private, so it cannot be saved.
+  Object(torch::optim::ReduceLROnPlateauScheduler& scheduler) = delete;
+
+  using Kind = std::variant<std::shared_ptr<torch::nn::Module>, torch::optim::Optimizer*,
+                            GradScaler*, torch::optim::LRScheduler*>;  ///< the object
+  /// Returns the object.
+  const Kind& get() const { return object_; }
+
+ private:
+  Kind object_;
+};
+
+/// Objects and their names, as {{"model", model}, {"optimizer", optimizer}}. Names are free, except
+/// "rng" and "values". It can be neither copied nor moved, so that a class which has it as a member
+/// beside the objects themselves cannot move away from them.
+class AMPFUSE_API Objects {
+ public:
+  using Named = std::pair<std::string, Object>;  ///< an object and its name
+
+  /// Makes a list of objects.
+  Objects(std::initializer_list<Named> objects = {}) : objects_(objects) {}
+  Objects(const Objects&) = delete;
+  Objects& operator=(const Objects&) = delete;
+
+  /// Adds an object.
+  void add(std::string name, Object object) {
+    objects_.emplace_back(std::move(name), std::move(object));
+  }
+
+  auto begin() const { return objects_.begin(); }  ///< Returns the first object.
+  auto end() const { return objects_.end(); }      ///< Returns the end of the objects.
+
+ private:
+  std::vector<Named> objects_;
+};
+
+/// Options of save() and save_in_background().
 struct SaveOptions {
   /// Numbers, texts, tensors, lists, tuples and dicts of them, which load() returns.
   TORCH_ARG(at::IValue, values);
@@ -39,78 +122,67 @@ struct Loaded {
   at::IValue values;           ///< the values that were passed to save(), or None
 };
 
+/// A checkpoint that is being written, or has been. The destructor waits until it is there. If it
+/// could not be written, and no wait() has thrown the error, the destructor prints it as a warning.
+class AMPFUSE_API Saving {
+ public:
+  Saving(Saving&&) noexcept;             ///< Moves.
+  Saving& operator=(Saving&&) noexcept;  ///< Waits for what was held before, and moves.
+  ~Saving();
+
+  /// Returns the path of the checkpoint, which is there when it is complete.
+  const std::filesystem::path& path() const;
+  /// Returns true if the checkpoint is there, or could not be written.
+  bool done() const;
+  /// Waits until the checkpoint is on the disk, and returns its path.
+  ///
+  /// \throws Error if it could not be written.
+  const std::filesystem::path& wait();
+
+ private:
+  friend Saving save_in_background(const std::filesystem::path&, int64_t, const Objects&,
+                                   const SaveOptions&);
+  struct State;
+  explicit Saving(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
 /// Returns the complete checkpoint with the highest step in the folder of a run, or nothing if
 /// the folder has no complete checkpoint.
 ///
 /// \throws Error for a folder that cannot be read.
-inline std::optional<std::filesystem::path> latest(const std::filesystem::path& run) {
-  return detail::looked_at(run, [&] { return detail::latest_of(run); });
-}
+AMPFUSE_API std::optional<std::filesystem::path> latest(const std::filesystem::path& run);
 
 /// Writes a checkpoint into the folder of a run. Optimizers are saved with masters, scalers with
-/// their history.
+/// their history. The host waits for the copies of tensors on a GPU. If another save of this
+/// process is under way, this one waits for it.
 ///
 /// \param run The folder of the run, which is created if necessary.
 /// \param step The number of the step that was taken last.
-/// \param objects Models, ampfuse::Adam, ampfuse::AdamW and ampfuse::GradScaler, with their names.
+/// \param objects Models, optimizers, scalers and schedulers, with their names.
 /// \param options See SaveOptions.
 /// \return The path of the checkpoint.
 /// \throws Error if it cannot be written. Earlier checkpoints are then as they were.
-inline std::filesystem::path save(const std::filesystem::path& run, int64_t step,
-                                  const Objects& objects, const SaveOptions& options = {}) {
-  using namespace detail;
-  if (step < 0) throw Error("save: step: expected 0 or more, got " + std::to_string(step));
-  if (options.keep() && *options.keep() < 1) {
-    throw Error("save: keep: expected 1 or more, got " + std::to_string(*options.keep()));
-  }
-  const c10::NoGradGuard no_grad;
-  Encoder encode;
-  Json parts = Json::object();
-  for (const auto& [name, object] : objects) {
-    if (name == "rng" || name == "values" || parts.contains(name)) {
-      throw Error("save: " + name +
-                  ": expected another name: not rng or values, nor that of another object");
-    }
-    const Dict state = std::visit(
-        [&](auto* one) {
-          if constexpr (std::is_same_v<decltype(one), torch::nn::Module*>) {
-            return state_of(*one, options.gradients());
-          } else {
-            return state_of(*one);
-          }
-        },
-        object.get());
-    parts[name] = encode(state, name);
-  }
-  if (options.rng()) parts["rng"] = encode(random_states(), "rng");
-  parts["values"] = encode(options.values(), "values");
-  const std::filesystem::path folder = std::filesystem::absolute(run);
-  const auto failed = [&](const std::exception& error) {
-    return Error(folder.string() + ": the checkpoint of step " + std::to_string(step) +
-                 " could not be written: " + error.what());
-  };
-  try {
-    Writing writing(folder, step);
-    Json index = {{"step", step}, {"parts", std::move(parts)}};
-    write_all_tensors(writing.folder(), encode.tensors(), index);
-    write_index(writing.folder(), index);
-    return writing.finish(options.keep());
-  } catch (const fs::filesystem_error& error) {
-    throw failed(error);
-  } catch (const Json::exception& error) {  // of a text that is not UTF-8
-    throw failed(error);
-  }
-}
+AMPFUSE_API std::filesystem::path save(const std::filesystem::path& run, int64_t step,
+                                       const Objects& objects, const SaveOptions& options = {});
+
+/// Copies all tensors, returns, and writes the checkpoint in a thread. The copies take as much
+/// memory of the host as the checkpoint takes on the disk.
+///
+/// Parameters are those of save().
+///
+/// \throws Error if an object or a value cannot be saved, or if the folder cannot be used. Errors
+/// of
+///     the thread are thrown by wait() of the result.
+[[nodiscard]] AMPFUSE_API Saving save_in_background(const std::filesystem::path& run, int64_t step,
+                                                    const Objects& objects,
+                                                    const SaveOptions& options = {});
 
 /// Compares a checkpoint, or the newest one of a run, with its hashes, without loading it.
 ///
 /// \return The path of the checkpoint.
 /// \throws Error which names the file or tensor that differs.
-inline std::filesystem::path verify(const std::filesystem::path& path) {
-  const detail::Reader reader(detail::found(path));
-  for (const auto& [name, entry] : reader.content()["tensors"].items()) reader.tensor(name);
-  return reader.folder();
-}
+AMPFUSE_API std::filesystem::path verify(const std::filesystem::path& path);
 
 /// Loads a checkpoint into objects. Everything that is loaded is compared with its hashes first,
 /// and models and optimizers with what was saved.
@@ -122,57 +194,7 @@ inline std::filesystem::path verify(const std::filesystem::path& path) {
 /// \return The path, step and values of the checkpoint.
 /// \throws Error which names what differs, is damaged or is missing. Nothing is loaded then.
 /// \throws c10::Error for states that the optimizer's or the scaler's own load() refuses.
-inline Loaded load(const std::filesystem::path& path, const Objects& objects,
-                   std::optional<bool> rng = std::nullopt) {
-  using namespace detail;
-  const Reader reader(found(path));
-  const Json& stored = reader.content()["parts"];
-  std::set<std::string> needed;
-  add_tensors_of(stored["values"], needed);
-  const std::string folder = reader.folder().string() + ": ";
-  std::map<std::string, const Json*> parts;
-  bool resumes = false;
-  for (const auto& [name, object] : objects) {
-    if (!stored.contains(name) || name == "rng" || name == "values") {
-      throw Error(folder + "it has no " + name);
-    }
-    parts[name] = of_one_process(stored[name]);
-    if (!parts[name]) throw Error(folder + name + " was saved by several ranks");
-    Mistakes mistakes;
-    const Json& part = *parts[name];
-    std::visit([&](const auto* one) { check(*one, part, reader.content()["tensors"], mistakes); },
-               object.get());
-    if (!mistakes.empty()) throw Error(folder + name + ": " + text_of(mistakes));
-    add_tensors_of(*parts[name], needed);
-    resumes |= std::holds_alternative<Adam*>(object.get());
-  }
-  const Json* random = nullptr;
-  if (rng.value_or(resumes)) {
-    if (!stored.contains("rng") && rng) throw Error(folder + "it was saved without rng");
-    random = stored.contains("rng") ? of_one_process(stored["rng"]) : nullptr;
-    if (stored.contains("rng") && !random) {
-      const std::string text = "rng was saved by several ranks, so it is not loaded";
-      if (rng) throw Error(folder + text);
-      TORCH_WARN("load: ", folder, text, "; pass rng=false to load without this warning");
-    }
-  }
-  if (random) add_tensors_of(*random, needed);
-
-  std::map<std::string, at::Tensor> tensors;
-  for (const std::string& name : needed) tensors[name] = reader.tensor(name);
-  const auto value = [&](const Json& encoded) {
-    return decoded(encoded, [&](const std::string& name) { return tensors.at(name); });
-  };
-  // Optimizers come first, then scalers: only their states can still be refused.
-  for (const size_t kind : {1, 2, 0}) {
-    for (const auto& [name, object] : objects) {
-      if (object.get().index() != kind) continue;
-      const Dict state = value(*parts[name]).toGenericDict();
-      std::visit([&](auto* one) { detail::load(*one, state); }, object.get());
-    }
-  }
-  if (random) set_random_states(value(*random).toGenericDict());
-  return {reader.folder(), reader.content()["step"].get<int64_t>(), value(stored["values"])};
-}
+AMPFUSE_API Loaded load(const std::filesystem::path& path, const Objects& objects,
+                        std::optional<bool> rng = std::nullopt);
 
 }  // namespace ampfuse::checkpoint

@@ -220,8 +220,6 @@ PYBIND11_MODULE(ampfuse_cpp, m) {
   bind_optimizers(m);
   bind_grad_scaler(m);
   bind_autocast_guard(m);
-#ifdef WITH_CHECKPOINT
   py::module_ checkpoint = m.def_submodule("checkpoint");
   bind_checkpoint(checkpoint);
-#endif
 }

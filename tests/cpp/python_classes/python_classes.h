@@ -5,4 +5,4 @@
 
 namespace py = pybind11;
 
-void bind_checkpoint(py::module_& m);  // exists if xxhash and nlohmann-json were found
+void bind_checkpoint(py::module_& m);

@@ -11,8 +11,6 @@ from ampfuse.checkpoint._shards import Region, Shard
 from ampfuse.checkpoint._write import joined, write_files
 from checkpointed import KINDS, Training, same
 
-if not hasattr(ampfuse_cpp, "checkpoint"):
-    pytest.skip("built without xxhash and nlohmann-json", allow_module_level=True)
 cpp = ampfuse_cpp.checkpoint
 # The names of C++ for kinds of training.
 NAMES = {
@@ -91,11 +89,19 @@ def test_each_language_verifies_the_files_of_the_other(tmp_path):
     assert cpp.verify(str(tmp_path / "python")).endswith("step-00000004")
 
 
+def test_both_languages_hash_tensors_of_all_lengths_alike(tmp_path):
+    lengths = [*range(601), 1023, 1024, 1025, 1088, 1089, 2048, 2049, 100_003]
+    values = [torch.randint(256, (length,), dtype=torch.uint8) for length in lengths]
+    checkpoint.save(tmp_path / "a", step=1, values=values)
+    cpp.copy_values(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert same(checkpoint.load(tmp_path / "b").values, values)
+
+
 def test_values_of_python_survive_a_cpp_program(tmp_path):
     image = torch.arange(24.0).reshape(1, 2, 3, 4)
     values = {
-        "numbers": [1, -2.5, float("inf"), True, None, 2**62],
-        "text": "Größe",
+        "numbers": [1, -2.5, 1e300, 2.0, float("inf"), True, None, 2**62],
+        "text": 'Größe 😀 "\\\n\x01',
         "tuple": (torch.arange(3, dtype=torch.int16), torch.ones(2, dtype=torch.bfloat16)),
         "dict": {1: "a", "$b": [torch.zeros(0, 3)]},
         "channels last": image.to(memory_format=torch.channels_last),
@@ -152,3 +158,58 @@ def test_cpp_assembles_what_several_ranks_have_saved_in_pieces(tmp_path):
     cpp.copy_values(str(tmp_path / "a"), str(tmp_path / "b"))
     assert torch.equal(checkpoint.load(tmp_path / "b").values, whole)
     assert torch.equal(checkpoint.load(tmp_path / "a").values, whole)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True}),
+        (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.5, "centered": True}),
+        (torch.optim.Adagrad, {"lr": 1, "lr_decay": 0.1}),
+    ],
+)
+def test_optimizers_of_torch_go_on_in_the_other_language(tmp_path, make, options):
+    def objects():
+        model = torch.nn.Linear(4, 3)
+        return {"model": model, "optimizer": make(model.parameters(), **options)}
+
+    def train(model, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+
+    first, second = objects(), objects()
+    train(**first)
+    checkpoint.save(tmp_path, step=3, **first)
+    cpp.train_with(make.__name__, str(tmp_path), 3)
+    train(**first)
+    assert checkpoint.load(tmp_path, **second).step == 6
+    train(**first)
+    train(**second)
+    torch.testing.assert_close(second["model"].state_dict(), first["model"].state_dict())
+
+
+def test_cpp_refuses_options_that_the_optimizers_of_torch_lack_there(tmp_path):
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+    checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer)
+    with pytest.raises(cpp.Error, match=r"has maximize=True, which C\+\+'s SGD lacks"):
+        cpp.train_with("SGD", str(tmp_path), 1)
+
+
+def test_cpp_refuses_integers_that_do_not_fit(tmp_path):
+    checkpoint.save(tmp_path / "a", step=1, values=2**63 - 1)
+    cpp.copy_values(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert checkpoint.load(tmp_path / "b").values == 2**63 - 1
+    checkpoint.save(tmp_path / "a", step=2, values=2**63)
+    with pytest.raises(cpp.Error, match="does not fit into int64: 9223372036854775808"):
+        cpp.copy_values(str(tmp_path / "a"), str(tmp_path / "b"))
+
+
+def test_cpp_refuses_a_checkpoint_of_a_newer_format(tmp_path, monkeypatch):
+    monkeypatch.setattr(_index, "FORMAT", 2)
+    checkpoint.save(tmp_path, step=1)
+    with pytest.raises(cpp.Error, match="written in format 2 by ampfuse "):
+        cpp.verify(str(tmp_path))

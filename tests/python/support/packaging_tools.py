@@ -23,7 +23,6 @@ SITE = Path(torch.__file__).parents[1]
 PACKAGE = Path(ampfuse.__file__).parent
 BUILD = ROOT / os.environ.get("AMPFUSE_BUILD", "build")
 PROGRAMS = BUILD / "programs"
-CPP_HEADERS = ROOT / ".venv" / "cpp-headers" / "usr"  # those of xxhash and nlohmann-json
 # The end of a program with ranks. Threads of gloo take Python's lock to release the tensors of the
 # last collectives. If Python is ending by then, they abort the process, although all is done.
 END_OF_RANK = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
@@ -61,7 +60,7 @@ def build_program(source: Path, build: Path, *options: str) -> None:
     """
     included = BUILD / "tests" / "cpp" / "precompiled_torch.cmake"
     assert included.exists(), "run `make build`, with tests"
-    given = (f"-DCMAKE_PREFIX_PATH={PACKAGE};{CPP_HEADERS}", f"-DCMAKE_PROJECT_INCLUDE={included}")
+    given = (f"-DCMAKE_PREFIX_PATH={PACKAGE}", f"-DCMAKE_PROJECT_INCLUDE={included}")
     run("cmake", "-S", source, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=", *given, *options)
     run("cmake", "--build", build)
 
