@@ -20,9 +20,10 @@ class Autocasts:
     def __init__(self, exits: ExitStack) -> None:
         self.enabled: set[tuple[str, torch.dtype]] = set()
         """Kinds of devices, with the dtypes to which autocast converts there."""
-        self.disabled: dict[str, bool] = {}
-        """Kinds of devices with autocasts that are not enabled, and whether the program has enabled
-        them, but the device is missing."""
+        self.trains_in_float16 = False
+        """True if autocast converts to float16 where gradients are computed."""
+        self.is_gpu_missing = False
+        """True if the program enables autocast for a GPU, and there is none."""
         replace(exits, torch.autocast, "__init__", self._watched(torch.autocast.__init__))
 
     def _watched(self, init: Callable[..., None]) -> Callable[..., None]:
@@ -37,25 +38,27 @@ class Autocasts:
             init(context, device_type, dtype, enabled, cache_enabled)
             if context._enabled:
                 self.enabled.add((device_type, context.fast_dtype))
-            else:
-                self.disabled[device_type] = bool(enabled)
+                is_float16 = context.fast_dtype == torch.float16
+                self.trains_in_float16 |= is_float16 and torch.is_grad_enabled()
+            elif enabled and device_type == "cuda" and not torch.cuda.is_available():
+                self.is_gpu_missing = True
 
         return watched
 
     def describe(self, dtype: torch.dtype) -> str | None:
         """Return why autocast has changed nothing in a program with weights of a dtype, or None."""
-        if self.enabled or not self.disabled:
+        if self.enabled or not self.is_gpu_missing:
             return None
-        device, is_missing = next(iter(self.disabled.items()))
-        does = f'torch.autocast("{device}") does nothing on a CPU' if is_missing else "disabled"
-        return f"{does}: this trained in {str(dtype).removeprefix('torch.')}"
+        name = str(dtype).removeprefix("torch.")
+        return f'torch.autocast("cuda") does nothing on a CPU: this trained in {name}'
 
     def explain_float16(self, has_scaler: bool) -> Iterator[str]:
         """Return hints about float16: without a scaler, or on a CPU that is slow at it."""
-        if not has_scaler and any(dtype == torch.float16 for _, dtype in self.enabled):
+        if self.trains_in_float16 and not has_scaler:
             yield (
-                "Autocast converts to float16, but no scaler is enabled, so gradients below 6e-8 "
-                "become 0: use torch.amp.GradScaler, or bfloat16, which needs none."
+                "Autocast converts to float16, and no GradScaler is used. Unless the program scales "
+                "its loss itself, gradients below 6e-8 become 0: use torch.amp.GradScaler, or "
+                "bfloat16, which needs none."
             )
         if ("cpu", torch.float16) in self.enabled:
             times = [
