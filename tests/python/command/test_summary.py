@@ -114,6 +114,10 @@ def test_sgd_is_reported_as_left_to_torch_and_its_steps_beside_a_scaler_are_noti
     assert told["optimizers_of_torch"] == ["SGD"]
     assert "left to torch: SGD, since ampfuse has only Adam and AdamW" in done.stderr
     assert "sgd.py:16: UserWarning: an optimizer has taken 20 steps" in done.stderr
+    programs.write(
+        "strict.py", "import warnings\nwarnings.simplefilter('error')\nimport sgd\nprint('done')"
+    )
+    assert "done" in programs.ours("strict.py").stdout  # a hook does not end the program
 
 
 def test_program_that_fails_is_reported_after_its_traceback(programs):
@@ -272,18 +276,34 @@ import torch
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters())
 scaler = torch.amp.GradScaler("cpu", enabled=False)
-with torch.autocast("cpu", enabled=False):
+loss = model(torch.ones(2, 4)).sum()
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+"""
+
+
+OWN_SCALER = """
+import ampfuse
+class Lion(torch.optim.SGD):
+    pass
+optimizer = Lion(model.parameters())
+scaler = ampfuse.GradScaler("cpu")
+with torch.autocast("cpu", torch.float16):
     loss = model(torch.ones(2, 4)).sum()
 scaler.scale(loss).backward()
 scaler.step(optimizer)
 """
 
 
-def test_autocast_and_scaler_that_are_disabled_are_reported(programs):
+def test_scaler_that_is_disabled_is_reported_unless_the_program_has_another_one(programs):
     programs.write("train.py", DISABLED)
     _, told = programs.reported("train.py")
-    assert told["autocast"] == "disabled: this trained in float32"
     assert told["scaler_disabled"]
+    programs.write("train.py", DISABLED + OWN_SCALER)
+    _, told = programs.reported("train.py")
+    assert not told["scaler_disabled"]
+    assert not any("no GradScaler is used" in hint for hint in told["hints"])
+    assert told["optimizers_of_torch"] == ["SGD"]
 
 
 def part(used=0, waits_avoided=0, **left_to_torch):
@@ -327,10 +347,10 @@ def test_rows_of_parts_state_how_often_they_were_used():
     assert reason.startswith("scaler, optimizers: the program calls none of them, or only in")
 
 
-def test_rows_name_an_autocast_and_a_scaler_that_are_disabled():
-    told = REPORT | {"parts": {}, "autocast": "disabled: this", "scaler_disabled": True}
+def test_rows_name_an_autocast_and_a_scaler_that_do_nothing():
+    told = REPORT | {"parts": {}, "autocast": "does nothing", "scaler_disabled": True}
     assert show.rows(told)[1:] == [
-        ("autocast", "disabled: this"),
+        ("autocast", "does nothing"),
         ("scaler", "disabled: no loss is scaled"),
     ]
 

@@ -30,7 +30,8 @@ def report(
     scalers: list[dict[str, Any]] = []
     hints = [COMPILED] if compiled_graphs() else []
     usage = next((part.usage for part in parts if part.name == "scaler"), None)
-    hints += diagnosis.hints(bool(usage is None or RECORDING.scalers or usage.fallbacks))
+    has_scaler = diagnosis.clock.has_scaled or bool(RECORDING.scalers)
+    hints += diagnosis.hints(bool(usage is None or has_scaler or usage.fallbacks))
     for scaler in RECORDING.scalers:
         try:
             scalers.append(_describe_scaler(scaler))
@@ -53,7 +54,7 @@ def report(
         },
         "optimizers_of_torch": sorted(diagnosis.clock.left_to_torch),
         "scalers": scalers,
-        "scaler_disabled": RECORDING.has_disabled and not scalers,
+        "scaler_disabled": RECORDING.has_disabled and not has_scaler,
         "autocast": diagnosis.autocast(),
         "step_count": diagnosis.clock.steps,
         "steps": diagnosis.steps(),

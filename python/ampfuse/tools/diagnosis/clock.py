@@ -9,7 +9,7 @@ steps are measured; they do nothing then.
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse._graphs import eager_only
+from ampfuse.amp import GradScaler
 from ampfuse.gradients.mistakes import note_step_without_scaler
 from ampfuse.optim.stepping import is_ours
 from ampfuse.tools.diagnosis.loaders import LoaderWatch
@@ -44,7 +45,9 @@ class StepClock:
         self.steps = 0
         """A step ends when the first optimizer has stepped."""
         self.left_to_torch: set[str] = set()
-        """The classes of optimizers that stepped and are not ampfuse's."""
+        """The classes of torch's optimizers that stepped."""
+        self.has_scaled = False
+        """True if a scaler that is enabled was used."""
         self.error: Exception | None = None
         """An error of the measurements, which has ended them."""
         self._listeners = listeners
@@ -54,11 +57,12 @@ class StepClock:
         self._is_measuring = True
         self._is_switching = False  # True while a module is switched to evaluation, or back
         self._thread = threading.get_ident()
+        self._scaler_calls = 0  # number of a scaler's methods that are running
         self._first = FirstOptimizer()
         hook_steps(exits, self._enter_optimizer, self._leave_optimizer)
-        kinds = {"backward": BACKWARD, "scale": SCALER, "save": OTHER, "save_checkpoint": OTHER}
+        kinds = {"backward": BACKWARD, "save": OTHER, "save_checkpoint": OTHER}
         noted = {kind: partial(self._noted, phase) for kind, phase in kinds.items()}
-        hook_functions(exits, **noted)
+        hook_functions(exits, scale=self._noted_scaler, **noted)
         replace(exits, nn.Module, "train", self._noted_evaluation(nn.Module.train))
         self._loader_exits = exits.enter_context(ExitStack())
         self._loader_watch = LoaderWatch(self._loader_exits, self.note)
@@ -93,6 +97,23 @@ class StepClock:
 
         return timed
 
+    def _noted_scaler(self, method: Callable[..., Any]) -> Any:
+        """Return a method of a scaler with notes."""
+        noted = self._noted(SCALER, method)
+
+        @wraps(method)
+        def followed(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return method(scaler, *args, **kwargs)
+            self.has_scaled |= scaler.is_enabled()
+            self._scaler_calls += 1
+            try:
+                return noted(scaler, *args, **kwargs)
+            finally:
+                self._scaler_calls -= 1
+
+        return followed
+
     def _noted_evaluation(self, train: Callable[..., Any]) -> Any:
         """Return `Module.train` with notes: an evaluation lasts from `eval()` until `train()`."""
 
@@ -123,8 +144,11 @@ class StepClock:
     @eager_only
     def _enter_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if not is_ours(optimizer):  # ours note by themselves that they step without a scaler
-            self.left_to_torch.add(type(optimizer).__name__)
-            note_step_without_scaler(optimizer)
+            if type(optimizer).__module__.startswith("torch.optim"):
+                self.left_to_torch.add(type(optimizer).__name__)
+            if not self._scaler_calls:
+                with suppress(Warning):  # which may be errors, but must not end the program here
+                    note_step_without_scaler(optimizer)
         self.note(OPTIMIZER, True, id(optimizer))
 
     @only_measures
