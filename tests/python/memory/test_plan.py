@@ -112,6 +112,18 @@ def test_plan_for_an_impossible_budget_has_the_least_peak_and_the_same_results()
     assert gradients[1] is not gradients[2]
 
 
+def test_blocks_that_update_running_statistics_are_not_checkpointed():
+    def block():
+        linear = nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)
+        return nn.Sequential(*linear, nn.BatchNorm1d(64))
+
+    model, *program = blocks_and_step(block, 4)
+    assert plan(model, *program, 1).blocks == []
+    for norm in (one[-1] for one in model[:3]):
+        norm.eval()
+    assert plan(model, *program, 1).blocks == ["0", "1", "2"]
+
+
 def test_unknown_change_is_refused():
     with pytest.raises(ValueError, match=r"allow: expected names of .*, got 'checkpoints'"):
         planned(1, allow=["checkpoints"])
@@ -179,4 +191,4 @@ def test_parts_are_checkpointed_and_a_plan_without_checkpoints_says_why(model, h
     step = stepper(optimizer, lambda: model(torch.zeros(4096, 64)).square().sum())
     made = plan(model, optimizer, step, 1, device="cpu")
     assert made.blocks == (["down", "up"] if has_parts else [])
-    assert ("no checkpoints: no part of the model has" in str(made)) == (not has_parts)
+    assert ("no checkpoints: no part of the model can" in str(made)) == (not has_parts)

@@ -53,7 +53,7 @@ class Plan:
             share = f"{self.recomputed:.0%} of forward is computed again"
             lines.append(f"  checkpoints: {len(self.blocks)} ({names}); {share}")
         elif not self.fits:
-            lines.append("  no checkpoints: no part of the model has submodules, or none saves")
+            lines.append("  no checkpoints: no part of the model can have one, or none saves")
         return "\n".join(lines)
 
     def apply(self, model: nn.Module) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -270,7 +271,8 @@ def blocks_of(model: nn.Module) -> list[str]:
 
     These are the members of a Sequential or ModuleList, if there are at least two, all are of one
     class, and each has submodules. Modules inside of such members are not blocks. A model that
-    repeats none has as blocks its own parts with submodules, if there are at least two.
+    repeats none has as blocks its own parts with submodules, if there are at least two. Those that
+    update running statistics in forward are left out: computed again, they would do so twice.
     """
     found: list[str] = []
     for name, module in model.named_modules():
@@ -282,7 +284,16 @@ def blocks_of(model: nn.Module) -> list[str]:
         if len(members) >= 2 and len(kinds) == 1 and has_parts:
             found += [f"{name}.{member}".lstrip(".") for member in members]
     parts = [name for name, part in model.named_children() if any(part.children())]
-    return found or (parts if len(parts) >= 2 else [])
+    blocks = found or (parts if len(parts) >= 2 else [])
+    return [name for name in blocks if not updates_statistics(model.get_submodule(name))]
+
+
+def updates_statistics(block: nn.Module) -> bool:
+    """Return True if forward updates the running statistics of a normalization."""
+    return any(
+        isinstance(module, _NormBase) and module.training and module.track_running_stats
+        for module in block.modules()
+    )
 
 
 def count_in_loss(operator: Any, args: tuple[Any, ...], for_gpu: bool) -> int:
