@@ -21,7 +21,7 @@ LEAST, MOST = 0.05, 0.3
 MOST_OF_LOSS = 0.05
 MOST_OF_MODULE = 0.3  # of the gradient of one module
 WORSE = 0.25  # of the last losses in float32
-RISES = 2.0  # times the first loss in float32
+RISES = 2.0  # times the first losses in float32
 FASTER = 0.9  # of the time in float32
 NOT_SLOWER = 1.05
 CONTENDS = 2.0  # times the least time
@@ -155,9 +155,12 @@ def find_worse_losses(base: list[float], other: list[float]) -> tuple[float, flo
 
 
 def find_rising_losses(losses: list[float]) -> tuple[float, float] | None:
-    """Return the first loss, and about the last ones if they are a multiple of it; else None."""
-    first, last = losses[0], median(losses[-max(len(losses) // 4, 1) :])
-    return (first, last) if last > RISES * first > 0 else None
+    """Return about the first and the last losses if these are a multiple of those; else None."""
+    if not (count := len(losses) // 4):
+        return None
+    first, second = median(losses[:count]), median(losses[count : 2 * count])
+    last = median(losses[-count:])
+    return (first, last) if last > max(RISES * first, second) and first > 0 else None
 
 
 def saves_memory(outcome: Outcome, other: Outcome) -> bool:

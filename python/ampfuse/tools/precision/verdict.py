@@ -53,8 +53,8 @@ def verdict(judge: Judge) -> Verdict:
         if not judge.outcomes[BFLOAT16].failure:
             sentences.append(name_origin(judge))
     if losses := find_rising_losses(base.losses):
-        first = f"The loss diverges in float32, too, from {losses[0]:.3g} to {losses[1]:.3g}: "
-        sentences.insert(0, f"{first}lower the learning rate, and run this again.")
+        rise = f"The loss rises in float32, from about {losses[0]:.3g} to {losses[1]:.3g}: "
+        sentences.insert(0, f"{rise}lower the learning rate, and run this again.")
     sentences += [
         f"Do not use {one}: {trouble}."
         for one in judge.outcomes
