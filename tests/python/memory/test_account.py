@@ -263,6 +263,18 @@ def test_account_is_shown_as_text_and_picture_with_what_changes_would_save(tmp_p
     assert (tmp_path / "account.png").stat().st_size > 10_000
 
 
+def test_autocast_is_compared_only_in_a_step_with_the_same_batch():
+    for rows, names in (((64, 64, 64), ["autocast"]), ((64, 64, 8), [])):
+        model, batches = two_layers(), iter(rows)
+        optimizer = sgd(model)
+
+        def loss_of(model=model, batches=batches):
+            return model(torch.zeros(next(batches), WIDTH)).sum()
+
+        made = account(model, optimizer, stepper(optimizer, loss_of))
+        assert [one.name for one in made.savings if one.name == "autocast"] == names
+
+
 def test_shapes_that_depend_on_computed_numbers_are_named_and_others_are_not():
     model = two_layers()
     rows = torch.arange(ROWS)

@@ -197,14 +197,17 @@ def recorded(
 
 
 def account_of(record: Record, with_autocast: Record | None = None) -> Account:
-    """Return the account of a recorded step; `with_autocast`: of the same step under autocast."""
+    """Return the account of a recorded step; `with_autocast`: of another one under autocast.
+
+    That one is compared only if its batch has the same shapes.
+    """
     peak, at, kinds = _find_peak(record)
     modules: Counter[str] = Counter()
     for one in record.live_at(at):
         if record.kind_of(one) == Kind.ACTIVATIONS:
             modules[one.module] += one.bytes
     savings = []
-    if with_autocast is not None:
+    if with_autocast is not None and inputs_of(with_autocast) == inputs_of(record):
         changed_peak, _, changed_kinds = _find_peak(with_autocast)
         how = "torch.autocast with torch.bfloat16, around the model and the loss"
         savings.append(Saving("autocast", how, changed_peak, changed_kinds))
@@ -215,6 +218,12 @@ def account_of(record: Record, with_autocast: Record | None = None) -> Account:
             savings.append(Saving(change.name, change.how, changed_peak, changed_kinds))
     device = "cuda" if record.for_gpu else "cpu"
     return Account(device, peak, record.phase_at(at), kinds, dict(modules), savings, record.unknown)
+
+
+def inputs_of(record: Record) -> Counter[torch.Size]:
+    """Return the shapes of the data that modules got in a step."""
+    data = (one for one in record.allocations if one.kind == Kind.DATA and one.inputs_of)
+    return Counter(one.shape for one in data)
 
 
 def _find_peak(record: Record) -> tuple[int, int, dict[str, int]]:
