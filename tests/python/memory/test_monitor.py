@@ -282,7 +282,8 @@ def test_growth_is_steady_and_large(sizes, growth):
 def test_container_that_has_gained_few_numbers_is_no_suspect(container):
     assert is_small(container, 2)
     assert not is_small(container, 10**6)
-    assert not is_small([bytearray(4)], 2)
+    assert not is_small([bytearray(4), 1], 2)
+    assert is_small([bytearray(4), 1, 2], 2)
 
 
 def test_look_may_begin_inside_a_module_with_hooks():

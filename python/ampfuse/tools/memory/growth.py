@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from numbers import Number
 from pathlib import Path
 from traceback import walk_stack
@@ -153,9 +154,12 @@ def grown(before: dict[int, int]) -> list[Suspect]:
 
 def is_small(container: Any, added: int) -> bool:
     """Return True if few numbers were added, which cannot be what makes memory grow."""
+    if added >= FEW_NUMBERS:
+        return False
     values = container.values() if isinstance(container, dict) else container
-    last = next(iter(values)) if isinstance(values, set) else next(reversed(values))
-    return added < FEW_NUMBERS and isinstance(last, Number)
+    # A set has no order.
+    last = values if isinstance(values, set) else islice(reversed(values), added)
+    return all(isinstance(value, Number) for value in last)
 
 
 def name_of(container: Any) -> str:
