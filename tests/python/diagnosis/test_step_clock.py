@@ -117,10 +117,25 @@ def test_evaluation_without_a_loader_and_saving_are_not_forward(steps, tmp_path)
         torch.save(Pausing(), tmp_path / "model.pt")
 
     train(save, [torch.zeros(4, 4)] * 5)
+    assert steps.steps[1][EVALUATION] >= PAUSE
     for step in steps.steps[1:]:
-        assert step[EVALUATION] >= PAUSE
         assert step[OTHER] >= PAUSE
         assert step[FORWARD] < PAUSE
+
+
+def test_model_in_evaluation_in_each_step_is_a_part_of_it_unless_it_reads_a_loader(steps):
+    model = nn.Sequential(nn.Linear(4, 4))
+
+    def evaluate():
+        model.eval()
+        pause()
+        for _ in DataLoader(Numbers(), 40) if len(steps.steps) > 5 else ():
+            pass
+        model.train()
+
+    train(evaluate, [torch.zeros(4, 4)] * 10)
+    assert all(step[EVALUATION] == 0 and step[OTHER] >= PAUSE for step in steps.steps[2:6])
+    assert all(step[EVALUATION] >= PAUSE for step in steps.steps[6:])
 
 
 def test_forward_of_a_model_that_stays_in_evaluation_is_not_evaluation(steps):

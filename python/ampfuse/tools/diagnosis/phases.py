@@ -31,7 +31,9 @@ class NoteReader:
 
     If an iterator is exhausted without a backward since its first batch, or if `model.train()`
     follows `model.eval()` without a backward, the program has evaluated, which belongs to no phase
-    of a step. Neither does the wait in which an iterator proves to be exhausted.
+    of a step. Neither does the wait in which an iterator proves to be exhausted. But a program that
+    calls `eval()` and `train()` in successive steps, without exhausting an iterator between them,
+    makes its data or targets so, which is a part of the steps.
     """
 
     def __init__(self) -> None:
@@ -44,6 +46,8 @@ class NoteReader:
         # For each iterator from which batches came since the last backward: the times before its
         # first batch, and the number of intervals.
         self._before: dict[int, tuple[dict[str, float], int]] = {}
+        # Whether this step, and the one before, called eval() and train() without a loader.
+        self._switches = self._has_switched = False
 
     def read(self, notes: Iterable[Note]) -> list[Interval]:
         """Count the time until each note."""
@@ -70,6 +74,10 @@ class NoteReader:
                 del running[running.index((phase, source)) :]
             if is_exhausted and source in self._before:
                 times, first = self._before.pop(source)
+                if phase == EVALUATION and seconds[EVALUATION] == times.get(EVALUATION, 0.0):
+                    self._switches = True
+                    if self._has_switched:
+                        continue
                 evaluated = sum(seconds.values()) - sum(times.values())
                 seconds = self.seconds = defaultdict(float, times)
                 seconds[EVALUATION] += evaluated
@@ -80,6 +88,7 @@ class NoteReader:
         """Return the times of the step that has ended."""
         seconds, self.seconds = self.seconds, defaultdict(float)
         self._before.clear()
+        self._has_switched, self._switches = self._switches, False
         return seconds
 
 
