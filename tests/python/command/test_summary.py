@@ -316,6 +316,7 @@ REPORT = {
     "ended": "normally",
     "seconds": 2.0,
     "steps": None,
+    "error": None,
     "step_count": 0,
     "optimizers_of_torch": [],
     "scalers": [],

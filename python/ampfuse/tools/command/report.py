@@ -58,6 +58,7 @@ def report(
         "autocast": diagnosis.autocast(),
         "step_count": diagnosis.clock.steps,
         "steps": diagnosis.steps(),
+        "error": None if diagnosis.clock.error is None else repr(diagnosis.clock.error),
         "memory": diagnosis.memory(),
         "peak_memory": _peak_memory(),
         "hints": hints,

@@ -30,7 +30,7 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             found.append(("on the GPU", times_text(steps["gpu_milliseconds"])))
         if steps["evaluation"] > sum(steps["milliseconds"].values()) / 100:
             found.append(("evaluation", f"{steps['evaluation']:,.1f} ms more for each step"))
-    elif report["step_count"]:
+    elif report["step_count"] and report["error"] is None:
         needed = FIRST_STEPS + LEAST_STEPS
         text = f"{report['step_count']} were too few to measure: {needed} are needed"
         found.append(("a step", text))

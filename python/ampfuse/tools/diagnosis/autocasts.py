@@ -56,9 +56,9 @@ class Autocasts:
         """Return hints about float16: without a scaler, or on a CPU that is slow at it."""
         if self.trains_in_float16 and not has_scaler:
             yield (
-                "Autocast converts to float16, and no GradScaler is used. Unless the program scales "
-                "its loss itself, gradients below 6e-8 become 0: use torch.amp.GradScaler, or "
-                "bfloat16, which needs none."
+                "Autocast converts to float16, and no GradScaler is used. Unless the program "
+                "scales its loss itself, gradients below 6e-8 become 0: use torch.amp.GradScaler, "
+                "or bfloat16, which needs none."
             )
         if ("cpu", torch.float16) in self.enabled:
             times = [

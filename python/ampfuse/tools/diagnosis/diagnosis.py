@@ -60,7 +60,8 @@ class Diagnosis(Listener):
     def step_ends(self, optimizer: Optimizer, step: int, seconds: dict[str, float]) -> None:
         """Note the times of a step, and the memory after it."""
         if self._dtype is None:
-            self._dtype = params_of(optimizer)[0].dtype
+            param = next(iter(params_of(optimizer)), None)
+            self._dtype = None if param is None else param.dtype
         if not seconds:
             self.lines.stop()
         elif not self._is_looking():
