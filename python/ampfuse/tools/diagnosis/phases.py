@@ -46,7 +46,7 @@ class NoteReader:
         # For each iterator from which batches came since the last backward: the times before its
         # first batch, and the number of intervals.
         self._before: dict[int, tuple[dict[str, float], int]] = {}
-        # Whether this step, and the one before, called eval() and train() without a loader.
+        # True if this step, or the one before it, has called eval() and train() without a loader.
         self._switches = self._has_switched = False
 
     def read(self, notes: Iterable[Note]) -> list[Interval]:
