@@ -356,6 +356,23 @@ def test_rows_name_an_autocast_and_a_scaler_that_do_nothing():
     ]
 
 
+def test_steps_are_called_too_few_only_without_an_error():
+    few = REPORT | {"parts": {}, "step_count": 20}
+    assert [name for name, _ in show.rows(few)] == ["ended", "a step"]
+    assert [name for name, _ in show.rows(few | {"error": "IndexError()"})] == ["ended"]
+
+
+def test_optimizer_without_parameters_is_measured(programs):
+    programs.write(
+        "empty.py",
+        "import torch\nempty = torch.optim.SGD([{'params': []}])\n"
+        "for _ in range(9):\n    empty.step()\n",
+    )
+    _, told = programs.reported("empty.py")
+    assert told["error"] is None
+    assert told["steps"] is not None
+
+
 def test_failure_is_one_line_and_the_hints(monkeypatch):
     said = []
     monkeypatch.setattr(show, "say", said.append)
