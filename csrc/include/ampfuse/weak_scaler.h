@@ -24,8 +24,8 @@ class AMPFUSE_API WeakScaler {
   /// Returns true if this refers to a scaler, which may no longer exist.
   explicit operator bool() const { return is_set_; }
 
-  /// Returns the scale for a loss that is to be scaled, or nothing if there is no scaler or it is disabled. `owner` is named in the
-  /// message of an error.
+  /// Returns the scale for a loss that is to be scaled, or nothing if there is no scaler or it is
+  /// disabled. `owner` is named in the message of an error.
   ///
   /// \throws c10::Error if the scaler was destroyed, or another one was assigned to it.
   std::optional<at::Tensor> scale_tensor(const char* owner) const;
