@@ -40,7 +40,7 @@ OPTIMIZER.step()
 OBJECTS = {
     (PARAMETER * 2).grad_fn: "_input_metadata _sequence_nr",
     torch.amp.GradScaler("cpu"): "_check_inf_per_device _check_scale_growth_tracker _enabled "
-    "_get_scale_async _growth_tracker _lazy_init_scale_growth_tracker _maybe_opt_step "
+    "_get_scale_async _growth_tracker _init_scale _lazy_init_scale_growth_tracker _maybe_opt_step "
     "_per_optimizer_states _scale _unscale_grads_",
     torch.compile(torch.nn.Identity()): "_orig_mod",
     OPTIMIZER.step: "_wrapped_by_lr_sched",

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -291,7 +290,7 @@ def blocks_of(model: nn.Module) -> list[str]:
 def updates_statistics(block: nn.Module) -> bool:
     """Return True if forward updates the running statistics of a normalization."""
     return any(
-        isinstance(module, _NormBase) and module.training and module.track_running_stats
+        module.training and getattr(module, "track_running_stats", False)  # as of BatchNorm
         for module in block.modules()
     )
 
