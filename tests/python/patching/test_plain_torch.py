@@ -70,4 +70,5 @@ def test_results_under_ampfuse_match_those_of_plain_torch(programs, program, mon
     for part in ("scaler", "optimizers", "cross_entropy", "clip_grad_norm"):
         is_used = re.search(rf"^  {part} +used ", ours.stderr, re.MULTILINE) is not None
         assert is_used == (part in USED[program]), part
-    assert "left to torch" not in ours.stderr
+    left = [line for line in ours.stderr.splitlines() if "left to torch" in line]
+    assert len(left) == (program == "lbfgs"), left  # LBFGS is always torch's
