@@ -90,7 +90,8 @@ def declared(node: Node, text: str) -> Iterator[str]:
         yield "\n"
     elif text:
         code = re.sub(r"\n\s+", "\n    ", head(node))
-        name = re.match(r"using (\w+) =|[^=]*?(operator[^\s(]+|\w+)\(", code)
+        plain = re.sub(r"^template <.*?>\s", "", code, flags=re.DOTALL)
+        name = re.match(r"using (\w+) =|[^=]*?(operator[^\s(]+|\w+)\(", plain)
         is_member = node.parent is not None and node.parent.type == "field_declaration_list"
         if name is not None and not is_member:
             yield f"\n### {name[1] or name[2]}\n"
