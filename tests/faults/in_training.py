@@ -78,8 +78,20 @@ FAULTS = [
     Fault(
         "A step clips by the scaler's norms though its closure has computed new gradients.",
         "python/ampfuse/optim/stepping.py",
-        """signals if traced.steps_alone and not args else drop_norms(signals)""",
-        """signals if traced.steps_alone else drop_norms(signals)""",
+        """\
+    if not is_ours(optimizer) or args or not steps_alone(optimizer):
+        return _step_with_attributes(optimizer, signals, args, kwargs)
+    optimizer._slot.signals = signals
+    try:
+        return optimizer.step(**kwargs)
+""",
+        """\
+    if not is_ours(optimizer) or not steps_alone(optimizer):
+        return _step_with_attributes(optimizer, signals, args, kwargs)
+    optimizer._slot.signals = signals
+    try:
+        return optimizer.step(*args, **kwargs)
+""",
         "tests/python/amp tests/python/optim",
     ),
     # --- optimizers -----------------------------------------------------------------------------
