@@ -102,6 +102,10 @@ def _is_ours(tensors: list[Tensor], norm_type: float = 2.0) -> bool:
     }
 
 
+def _are_strided(tensors: list[Tensor]) -> bool:
+    return all(tensor.layout == torch.strided for tensor in tensors)
+
+
 @torch.no_grad()
 def get_total_norm(
     tensors: TensorOrTensors,
@@ -158,7 +162,7 @@ def _total_norm(
         try:
             total_norm = _norm_of_list(tensors, norm_type)
         except ValueError as error:
-            if all(tensor.layout == torch.strided for tensor in tensors):
+            if _are_strided(tensors):
                 raise
             try:
                 total_norm = torch_get_total_norm(tensors, norm_type)
@@ -282,9 +286,8 @@ def _clip(
     try:
         _clip_list(grads, max_norm, total_norm)
     except ValueError:  # raised before anything is written
-        is_strided = all(grad.layout == torch.strided for grad in grads)
         # torch scales a gradient twice that is listed twice.
-        if is_strided and len({grad.data_ptr() for grad in grads}) == len(grads):
+        if _are_strided(grads) and len({grad.data_ptr() for grad in grads}) == len(grads):
             raise
         torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
 

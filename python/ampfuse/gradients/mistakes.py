@@ -129,9 +129,10 @@ class Watch:
             return
         self._has_scaled = False
         self._steps_without += 1
-        stepped = {id(param) for group in groups_of(optimizer) for param in group["params"]}
-        if self._steps_without == TOO_MANY_STEPS and set() < self._leaves <= stepped:
-            warn_caller(NEVER_STEPPED.format(steps=TOO_MANY_STEPS))
+        if self._steps_without == TOO_MANY_STEPS and self._leaves:
+            stepped = {id(param) for group in groups_of(optimizer) for param in group["params"]}
+            if self._leaves <= stepped:
+                warn_caller(NEVER_STEPPED.format(steps=TOO_MANY_STEPS))
 
     def note_scaled_gradients(self, grads: Iterable[Tensor], scale: Tensor) -> None:
         """Check whether gradients that are still scaled were clipped. Each call is one step."""
