@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from ampfuse._texts import size_text
+from ampfuse.patching.optimizers import CLASSES
 from ampfuse.tools.diagnosis.phases import FIRST_STEPS, LEAST_STEPS
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -21,8 +22,11 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of a report's table, each a name and a text."""
     found = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
     found += rows_of_parts(report["parts"])
-    if others := sorted({*report["optimizers_of_torch"]} - {"Adam", "AdamW"}):
-        text = f"left to torch: {', '.join(others)}, since ampfuse has only Adam and AdamW"
+    replaced = [cls.__name__ for cls in CLASSES]
+    if others := sorted({*report["optimizers_of_torch"]} - {*replaced}):
+        text = (
+            f"left to torch: {', '.join(others)}, since ampfuse has only {' and '.join(replaced)}"
+        )
         found.append(("optimizers", text))
     if (steps := report["steps"]) is not None:
         found.append(("a step", times_text(steps["milliseconds"])))

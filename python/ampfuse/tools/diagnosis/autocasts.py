@@ -61,12 +61,11 @@ class Autocasts:
                 "or bfloat16, which needs none."
             )
         if ("cpu", torch.float16) in self.enabled:
-            times = [
+            float16, bfloat16, float32 = (
                 min(time_product(dtype) for _ in range(3))
                 for dtype in (torch.float16, torch.bfloat16, torch.float32)
-            ]
-            float16, bfloat16, _ = times
-            if float16 > SLOW * max(times[1:]):
+            )
+            if float16 > SLOW * max(bfloat16, float32):
                 yield (
                     f"This CPU is slow in float16: a product of matrices takes "
                     f"{float16 / bfloat16:.0f} times as long as in bfloat16. Use "
