@@ -171,9 +171,8 @@ AMPFUSE_API std::filesystem::path save(const std::filesystem::path& run, int64_t
 ///
 /// Parameters are those of save().
 ///
-/// \throws Error if an object or a value cannot be saved, or if the folder cannot be used. Errors
-/// of
-///     the thread are thrown by wait() of the result.
+/// \throws Error if an object or a value cannot be saved, or if the folder cannot be used. The
+///     errors of the thread are thrown by wait() of the result.
 [[nodiscard]] AMPFUSE_API Saving save_in_background(const std::filesystem::path& run, int64_t step,
                                                     const Objects& objects,
                                                     const SaveOptions& options = {});
