@@ -65,6 +65,11 @@ def takes_scaler(optimizer: Any) -> bool:
     """Return True if `step` takes the scaler itself, which is deprecated in torch."""
     if is_ours(optimizer) or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
+    return _has_scaler_argument(optimizer)
+
+
+@_disable_dynamo  # a traced unwrap() would guard the id of a bound method, which is a new object
+def _has_scaler_argument(optimizer: Any) -> bool:
     code = getattr(inspect.unwrap(optimizer.step), "__code__", None)
     if code is None:  # not a Python function
         return "grad_scaler" in inspect.signature(optimizer.step).parameters

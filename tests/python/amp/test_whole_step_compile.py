@@ -308,6 +308,20 @@ def test_eager_step_gets_scale_and_flag_of_a_compiled_scaler(
     assert trained(is_compiled=True) == trained(is_compiled=False)
 
 
+def test_step_of_the_scaler_may_be_all_that_is_compiled(device):
+    param = torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
+    scaler = ampfuse.GradScaler(device.type, init_scale=8.0)
+    step = torch.compile(ampfuse.GradScaler.step, backend="eager")
+    for factor in (1.0, math.inf, 2.0):
+        scaler.scale((param * factor).sum()).backward()
+        step(scaler, optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert optimizer.state[param]["step"].item() == 2
+    assert scaler.get_scale() == 4.0
+
+
 def test_compiled_step_keeps_no_parameter_alive_after_reset(device):
     twins = Twins(device)
     twins.step(0)
