@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     warnings.filterwarnings("ignore", ".*CUDA is not available.*")
     folder = os.getcwd()
     with loaders(chosen.batch) as batches, nothing_saved():
-        account = run(chosen)
+        account = run(chosen, batches)
     if chosen.batch is not None and not batches:
         refuse("--batch: no torch.utils.data.DataLoader makes the program's batches")
     if chosen.json is not None:
@@ -72,8 +72,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     sys.exit(0)
 
 
-def run(chosen: Namespace) -> Account:
-    """Run two steps of the program, and a third one under autocast if it computes in float32."""
+def run(chosen: Namespace, batches: list[int]) -> Account:
+    """Run two steps of the program, and a third one under autocast if it computes in float32.
+
+    `batches`: the sizes of the batches that its loaders have given so far.
+    """
     steps = 0
     records: list[Record] = []
 
@@ -99,6 +102,9 @@ def run(chosen: Namespace) -> Account:
         return account_of(*records)
     if raised is None or isinstance(raised, SystemExit):
         text = f"memory: expected two steps of an optimizer, but the program has taken {steps}"
+        if size := batches[-1] if batches else chosen.batch:
+            count = f"{len(batches)} whole batch{'' if len(batches) == 1 else 'es'}"
+            text += f": its data have {count} of {size} samples"
         refuse("; ".join(filter(None, [text, explain_refusal(raised, chosen.options)])))
     program.report_exception(raised)
     refuse(
@@ -172,8 +178,8 @@ def largest_batch(chosen: Namespace, account: Account, batches: list[int], folde
         refuse("--fit: expected a script in a file, which can run again")
     peaks = {batches[-1]: account.peak}
     failures: list[str] = []
-
-    print("python -m ampfuse: trying batches of", end="", file=sys.stderr)
+    trying = "python -m ampfuse: trying batches of"
+    print(trying, end="", file=sys.stderr)
 
     def peak_of(batch: int) -> int | None:
         print(f" {batch}", end="", file=sys.stderr, flush=True)
@@ -185,7 +191,10 @@ def largest_batch(chosen: Namespace, account: Account, batches: list[int], folde
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
             if done.returncode:
                 why = done.stderr.strip().rpartition("\n")[2]
+                why = why.removeprefix("python -m ampfuse: ").removeprefix("memory: ")
                 failures.append(f"with batches of {batch} the program fails: {why}")
+                if len(failures) == 1:
+                    print(f"\n{failures[0]}\n{trying}", end="", file=sys.stderr, flush=True)
                 return None
             return int(json.loads(file.read_text())["peak"])
 
