@@ -275,6 +275,27 @@ def test_autocast_is_compared_only_in_a_step_with_the_same_batch():
         assert [one.name for one in made.savings if one.name == "autocast"] == names
 
 
+class KeepsFloat32(nn.Sequential):
+    def forward(self, x):
+        with torch.autocast("cuda", enabled=False):
+            return super().forward(x.float())
+
+
+@pytest.mark.parametrize(
+    ("make", "saves"), [(nn.Sequential, True), (KeepsFloat32, False)], ids=["program", "module"]
+)
+def test_autocast_is_suggested_if_the_program_disables_it_but_not_inside_a_module(make, saves):
+    model = make(*two_layers())
+
+    def loss_of():
+        with torch.autocast("cuda", enabled=False):
+            return model(torch.zeros(ROWS, WIDTH)).sum()
+
+    made = accounted(model, loss_of, device="cuda")
+    (autocast,) = (one for one in made.savings if one.name == "autocast")
+    assert (autocast.peak < made.peak) == saves
+
+
 def test_shapes_that_depend_on_computed_numbers_are_named_and_others_are_not():
     model = two_layers()
     rows = torch.arange(ROWS)

@@ -91,7 +91,7 @@ def run(chosen: Namespace, batches: list[int]) -> Account:
         if steps > 2 or not is_in_float32(records[0]):
             raise DoneError
         recorder.begin()
-        exits.enter_context(under_autocast(chosen.device))
+        exits.enter_context(under_autocast(chosen.device, recorder))
 
     with Recorder(chosen.device, after_step) as recorder, ExitStack() as exits:
         try:

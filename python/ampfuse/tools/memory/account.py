@@ -190,7 +190,7 @@ def recorded(
         records = [recorder.record()]
         if may_autocast and is_in_float32(records[0]):
             recorder.begin()
-            with suppress(Exception), under_autocast(device):  # not every step can run so
+            with suppress(Exception), under_autocast(device, recorder):  # not every step can run so
                 step()
                 records.append(recorder.record())
         return records

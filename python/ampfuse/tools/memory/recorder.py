@@ -83,6 +83,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._exits.close()
 
+    @property
+    def is_in_module(self) -> bool:
+        """True while a module runs forward."""
+        return bool(self._stack)
+
     def begin(self) -> None:
         """Let the record begin here."""
         self._begin = self._now

@@ -8,13 +8,28 @@ from typing import Any
 import torch
 
 from ampfuse._dtypes import DTYPES_16_BIT
-from ampfuse.tools.hooks import hook_functions
+from ampfuse.tools.hooks import hook_functions, replace
 from ampfuse.tools.memory.record import Record
+from ampfuse.tools.memory.recorder import Recorder
+
+DTYPE = torch.bfloat16
 
 
 @contextmanager
-def under_autocast(device: str) -> Iterator[None]:
-    """Run the code in this block under autocast, whose copies are freed before backward."""
+def under_autocast(device: str, recorder: Recorder) -> Iterator[None]:
+    """Run the code in this block under autocast, whose copies are freed before backward.
+
+    An autocast that the program itself disables, for example by an option, is enabled. One that a
+    module disables stays so: this part of the model has to compute in float32.
+    """
+    enter: Callable[[Any], Any] = torch.autocast.__enter__
+
+    def enter_enabled(context: Any) -> Any:
+        result = enter(context)
+        if not recorder.is_in_module and not context._enabled:
+            torch.set_autocast_enabled(context.device, True)  # until the context's __exit__
+            torch.set_autocast_dtype(context.device, DTYPE)
+        return result
 
     def clearing(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
@@ -26,7 +41,8 @@ def under_autocast(device: str) -> Iterator[None]:
 
     with ExitStack() as exits:
         hook_functions(exits, backward=clearing)
-        exits.enter_context(torch.autocast(device, dtype=torch.bfloat16))
+        replace(exits, torch.autocast, "__enter__", enter_enabled)
+        exits.enter_context(torch.autocast(device, dtype=DTYPE))
         yield
 
 
