@@ -4,7 +4,10 @@ import sys
 import warnings
 from types import FrameType
 
-LIBRARIES = ("ampfuse", "torch")
+from torch.cuda.amp.common import amp_definitely_not_available
+
+# The last two have the wrappers of functions that are deprecated.
+LIBRARIES = ("ampfuse", "torch", "typing_extensions", "warnings")
 
 
 def warn_caller(text: str) -> None:
@@ -14,3 +17,11 @@ def warn_caller(text: str) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in LIBRARIES:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
+
+
+def warn_if_no_gpu(text: str) -> bool:
+    """Return True if autocast and scalers find no GPU, and then warn with this text of torch's."""
+    is_missing: bool = amp_definitely_not_available()  # type: ignore[no-untyped-call]
+    if is_missing:
+        warn_caller(text)
+    return is_missing

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ampfuse._arguments import checked_count
 from ampfuse._graphs import groups_of
-from ampfuse._warning import warn_caller
+from ampfuse._warning import warn_caller, warn_if_no_gpu
 from ampfuse.amp._device_scaler import DeviceScaler, scaled
 from ampfuse.amp._history import ScaleRecord, ScalerHistory
 from ampfuse.amp._policy import Policy, checked_scale, torchs_options
@@ -20,6 +20,8 @@ from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
 from ampfuse.gradients.inspection import Inspection, norm_for
 from ampfuse.gradients.mistakes import Watch
 from ampfuse.optim.stepping import takes_scaler, takes_tensors
+
+NO_GPU = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."  # torch's
 
 
 class GradScaler(DeviceScaler):
@@ -114,6 +116,8 @@ class GradScaler(DeviceScaler):
         if not isinstance(device, str | torch.device):
             raise TypeError(f"device: expected a str like 'cuda', got {device!r}")
         device = device.type if isinstance(device, torch.device) else device
+        if enabled and device == "cuda" and warn_if_no_gpu(NO_GPU):  # torch would name this file
+            enabled = False
         TorchGradScaler.__init__(  # not super(), since derived classes may have other bases
             self, device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )

@@ -76,7 +76,8 @@ def constructor(is_on: Callable[[], bool]) -> Any:
         except (TypeError, ValueError) as error:
             reason = str(error)
         else:
-            USAGE.count_use()
+            if self.is_enabled():
+                USAGE.count_use()
             RECORDING.note(self)
             return
         self.__class__ = cls

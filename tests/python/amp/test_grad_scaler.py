@@ -139,3 +139,12 @@ def test_a_scaler_for_a_missing_gpu_warns_and_is_disabled(language):
     with pytest.warns(UserWarning, match="GradScaler is enabled, but CUDA is not available"):
         scaler = language.scaler(torch.device("cuda"))
     assert not scaler.is_enabled()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+@pytest.mark.parametrize("make", [ampfuse.GradScaler, torch.amp.GradScaler])
+def test_warning_about_a_missing_gpu_names_the_line_that_makes_the_scaler(make):
+    warns = pytest.warns(UserWarning, match="GradScaler is enabled, but CUDA is not available")
+    with ampfuse.patched(), warns as caught:
+        make("cuda")
+    assert [warning.filename for warning in caught] == [__file__]

@@ -46,7 +46,8 @@ def test_rows_of_parts_state_how_often_they_were_used():
 
 
 def test_rows_name_an_autocast_and_a_scaler_that_do_nothing():
-    told = REPORT | {"parts": {}, "autocast": "does nothing", "scaler_disabled": True}
+    parts = {"scaler": part()}
+    told = REPORT | {"parts": parts, "autocast": "does nothing", "scaler_disabled": True}
     assert show.rows(told)[1:] == [
         ("autocast", "does nothing"),
         ("scaler", "disabled: no loss is scaled"),

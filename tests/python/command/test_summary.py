@@ -298,6 +298,7 @@ def test_scaler_that_is_disabled_is_reported_unless_the_program_has_another_one(
     programs.write("train.py", DISABLED)
     _, told = programs.reported("train.py")
     assert told["scaler_disabled"]
+    assert told["parts"]["scaler"]["used"] == 0
     programs.write("train.py", DISABLED + OWN_SCALER)
     _, told = programs.reported("train.py")
     assert not told["scaler_disabled"]

@@ -21,10 +21,11 @@ def test_region_without_autocast_and_a_dtype_that_is_not_supported_are_not_descr
     assert made.describe(torch.float32) is None
 
 
-@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 def test_autocast_for_a_gpu_that_is_missing_is_described(made, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    torch.autocast("cuda")
+    with pytest.warns(UserWarning, match="CUDA is not available") as caught:
+        torch.autocast("cuda")
+    assert [warning.filename for warning in caught] == [__file__]
     expected = 'torch.autocast("cuda") does nothing on a CPU: this trained in float32'
     assert made.describe(torch.float32) == expected
     torch.autocast("cpu", torch.bfloat16)

@@ -24,7 +24,7 @@ USED = {
     "accumulation": {"scaler", "optimizers", "cross_entropy", "clip_grad_norm"},
     "char_language_model": {"scaler", "optimizers", "cross_entropy", "clip_grad_norm"},
     "gan": {"scaler", "optimizers"},
-    "image_classifier": {"scaler", "optimizers", "cross_entropy"},
+    "image_classifier": {"optimizers", "cross_entropy"},
     "lbfgs": {"cross_entropy"},
     "resume": {"scaler", "optimizers", "cross_entropy"},
 }

@@ -56,6 +56,7 @@ def _kind(hint: str) -> str:
 
 def read(name: str) -> dict[str, Any]:
     """Return a report."""
+    other = f"compare: {name} is not a report that python -m ampfuse --json has written"
     try:
         report = json.loads(Path(name).read_text())
     except FileNotFoundError:
@@ -63,10 +64,12 @@ def read(name: str) -> dict[str, Any]:
             f"compare: there is no file {name}: write it with python -m ampfuse --json {name} "
             "train.py"
         )
-    except (OSError, ValueError) as error:
-        refuse(f"compare: cannot read {name}: {error}")
+    except OSError as error:
+        refuse(f"compare: cannot read {name}: {error.strerror}")
+    except ValueError:  # it is no JSON, or no text
+        refuse(other)
     if not isinstance(report, dict) or not report.keys() >= KEYS:
-        refuse(f"compare: {name} is not a report that python -m ampfuse --json has written")
+        refuse(other)
     if report["steps"] is not None and "spread" not in report["steps"]:
         refuse(f"compare: {name} was written by an older version: run the program again")
     return report

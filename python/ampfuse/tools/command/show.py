@@ -21,7 +21,10 @@ def title(report: dict[str, Any]) -> str:
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of a report's table, each a name and a text."""
     found = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
-    found += rows_of_parts(report["parts"])
+    parts = dict(report["parts"])
+    if report["scaler_disabled"]:
+        parts.pop("scaler", None)  # it has a row below
+    found += rows_of_parts(parts)
     replaced = [cls.__name__ for cls in CLASSES]
     if others := sorted({*report["optimizers_of_torch"]} - {*replaced}):
         text = (

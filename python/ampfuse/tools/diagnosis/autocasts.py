@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from ampfuse._warning import warn_if_no_gpu
 from ampfuse.tools.hooks import replace
 
 SIZE = 256  # of the matrices that are multiplied, which takes some 20 ms if float16 is slow
 SLOW = 2.0  # times the time in other dtypes
+NO_GPU = "CUDA is not available or torch_xla is imported. Disabling autocast."  # torch's
 
 
 class Autocasts:
@@ -35,13 +37,14 @@ class Autocasts:
             enabled: bool = True,
             cache_enabled: bool | None = None,
         ) -> None:
+            if enabled and device_type == "cuda" and warn_if_no_gpu(NO_GPU):
+                self.is_gpu_missing = True
+                enabled = False  # torch would warn again, and name this file
             init(context, device_type, dtype, enabled, cache_enabled)
             if context._enabled:
                 self.enabled.add((device_type, context.fast_dtype))
                 is_float16 = context.fast_dtype == torch.float16
                 self.trains_in_float16 |= is_float16 and torch.is_grad_enabled()
-            elif enabled and device_type == "cuda" and not torch.cuda.is_available():
-                self.is_gpu_missing = True
 
         return watched
 
