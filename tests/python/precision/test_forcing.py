@@ -19,8 +19,9 @@ def forced(precision):
     """Force a precision on the code of a block."""
     with ExitStack() as exits:
         outcome = Outcome(precision)
-        forcing = Forcing(exits, outcome)
-        yield SimpleNamespace(forcing=forcing, outcome=outcome, modules=Modules(exits, forcing.run))
+        forcing = Forcing(exits, outcome, lambda: modules.running)
+        modules = Modules(exits, forcing.run)
+        yield SimpleNamespace(forcing=forcing, outcome=outcome, modules=modules)
 
 
 class Seen(nn.Module):
@@ -74,8 +75,9 @@ def test_autocast_of_the_program_gets_the_dtype_and_keeps_its_extent(x, precisio
             output = model(x)
         assert (x @ x.t()).dtype == torch.float32
     assert output.dtype == (precision.dtype or torch.float32)
-    assert made.outcome.own_dtype == "torch.bfloat16"
-    assert made.outcome.places["autocast"].startswith("test_forcing.py:")
+    ((line, dtype),) = made.outcome.autocasts.items()
+    assert line.startswith("test_forcing.py:")
+    assert dtype == "torch.bfloat16"
 
 
 def test_autocast_inside_of_a_module_keeps_its_extent_after_it(x):
@@ -97,11 +99,13 @@ def test_part_that_disables_autocast_stays_in_float32(x):
                 return super().forward(x.float())
 
     model = nn.Sequential(Seen(), Careful())
-    with forced(BFLOAT16) as made:
+    with forced(BFLOAT16) as made, torch.autocast("cpu", enabled=False):  # by an option
         model(x)
     assert model[0].dtypes == [torch.bfloat16]
     assert model[1].dtypes == [torch.float32]
-    assert "autocast" not in made.outcome.places  # the program does not use it
+    assert made.outcome.autocasts == {}  # the program does not use it
+    assert "made, torch.autocast(" in made.outcome.places["off"]
+    assert "`with torch.autocast(" in made.outcome.places["float32"]
 
 
 def test_checkpointed_part_is_not_taken_for_autocast_of_the_program(x):
@@ -116,7 +120,7 @@ def test_checkpointed_part_is_not_taken_for_autocast_of_the_program(x):
         loss.backward()
         assert (x @ x.t()).dtype == torch.float32
     assert model[0].dtypes == [torch.bfloat16] * 2  # in forward, and again in backward
-    assert "autocast" not in made.outcome.places
+    assert made.outcome.autocasts == {}
 
 
 def test_module_that_is_kept_computes_in_float32_with_its_repetitions(x):
@@ -164,7 +168,8 @@ def test_autocast_for_a_device_that_is_not_there_is_none_of_the_programs(x):
     warned = pytest.warns(UserWarning, match="CUDA is not available")
     with forced(BFLOAT16) as made, warned, torch.autocast("cuda"):
         model(x)
-    assert "autocast" not in made.outcome.places
+    assert made.outcome.autocasts == {}
+    assert made.outcome.places.keys() == {"off"}
     assert model.dtypes == [torch.bfloat16]
 
 

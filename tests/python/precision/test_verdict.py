@@ -269,8 +269,8 @@ def test_lines_of_a_program_without_autocast():
 
 def test_lines_of_a_program_with_autocast_and_scaler():
     own = {
-        "places": PLACES | dict.fromkeys(("autocast", "scaler"), "train.py:7 `y = model(x)`"),
-        "own_dtype": "torch.float16",
+        "places": PLACES | {"scaler": "train.py:7 `y = model(x)`"},
+        "autocasts": {"train.py:7 `y = model(x)`": "torch.float16"},
     }
     off = ["train.py:7", "enabled=False"]
     assert_lines(FLOAT16, **own)
@@ -278,3 +278,17 @@ def test_lines_of_a_program_with_autocast_and_scaler():
     assert_lines(FLOAT32, off, off, **own)
     kept = BFLOAT16.keeping("head")
     assert_lines(kept, ["pass dtype"], off, ["(<device of autocast>, enabled=False)"], **own)
+
+
+def test_each_autocast_of_a_program_is_changed_or_enabled():
+    own = {"autocasts": {"train.py:7": "torch.float16", "model.py:3": "torch.bfloat16"}}
+    assert_lines(BFLOAT16, ["train.py:7: pass dtype=torch.bfloat16"], **own)
+    assert_lines(FLOAT32, ["train.py:7: add enabled"], ["model.py:3: add enabled"], **own)
+    off = {"places": PLACES | {"off": "train.py:7 `with autocast(enabled=amp):`"}}
+    assert_lines(BFLOAT16, ['enabled=amp):`: enable it for "cuda", with dtype=torch.bf'], **off)
+    assert_lines(FLOAT32, **off)
+
+
+def test_part_that_the_program_keeps_in_float32_is_named():
+    judge = judged(outcome(BFLOAT16, 5.0), places=PLACES | {"float32": "model.py:3"})
+    assert_said(judge, "This part of the program stayed in float32: model.py:3.")

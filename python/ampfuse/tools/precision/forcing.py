@@ -25,8 +25,9 @@ class Forcing:
     would write. Scalers of the program are disabled, since each trial scales losses itself.
     """
 
-    def __init__(self, exits: ExitStack, outcome: Outcome) -> None:
+    def __init__(self, exits: ExitStack, outcome: Outcome, running: Callable[[], str]) -> None:
         self._outcome = outcome  # which gets lines of the program and its own dtype
+        self._running = running  # returns the name of the module that runs, or an empty text
         self._precision = outcome.precision
         self._keeps = cache(self._precision.keeps)  # asked at each call of a module
         self._own = ExitStack()
@@ -54,7 +55,7 @@ class Forcing:
             with self._autocast(module, dtype, False):
                 return call(module, *args, **kwargs)
         # Autocast does not begin where the program does so itself.
-        is_used = self._is_on or "autocast" in self._outcome.places
+        is_used = self._is_on or self._outcome.autocasts
         if is_used or not may_begin or next(module.parameters(), None) is None:
             return call(module, *args, **kwargs)
         context = self._autocast(module, dtype, True)
@@ -64,7 +65,7 @@ class Forcing:
         self._own.enter_context(context)
         self._is_on = True
         output = call(module, *args, **kwargs)
-        if "autocast" in self._outcome.places:  # the module enables autocast itself
+        if self._outcome.autocasts:  # the module enables autocast itself
             self.end()
         return output
 
@@ -96,9 +97,14 @@ class Forcing:
             init(context, device_type, dtype, enabled, cache_enabled)
             # Autocast of a device that is not there is not enabled. In backward, torch's checkpoint
             # makes contexts.
-            if context._enabled and not is_in_backward() and "autocast" not in self._outcome.places:
-                self.note("autocast")
-                self._outcome.own_dtype = str(dtype or torch.get_autocast_dtype(device_type))
+            if not is_in_backward() and not self._outcome.seconds:  # finding a line takes time
+                if context._enabled:
+                    line = str(current_line() or "the program")
+                    self._outcome.autocasts.setdefault(line, str(context.fast_dtype))
+                elif not (self._running() or self._outcome.autocasts):
+                    self.note("off")
+                elif not enabled and device_type == ("cuda" if uses_gpu() else "cpu"):
+                    self.note("float32")
             enabled = enabled and self._precision.dtype is not None
             dtype = self._precision.dtype if enabled else dtype
             init(context, device_type, dtype, enabled, cache_enabled)

@@ -91,16 +91,17 @@ class Outcome:
     """In their order, each operator of a module once."""
     largest_in_backward: float = 0.0
     """The largest finite value of an operator that computes in 16 bits, in backward."""
-    own_dtype: str = ""
-    """The dtype that the program gives to autocast, if it uses autocast."""
+    autocasts: dict[str, str] = field(default_factory=dict)
+    """The lines that enable autocast, each with the dtype that the program gives to it."""
     dtypes: list[str] = field(default_factory=list)
     """The dtypes of the program's parameters."""
     is_compiled: bool = False
     roots: list[str] = field(default_factory=list)
     """The classes of the outermost modules."""
     places: dict[str, str] = field(default_factory=dict)
-    """The first lines that call the `model`, `backward` and `step`, enable `autocast`, and make a
-    `scaler`."""
+    """The first lines that call the `model`, `backward` and `step`, and make a `scaler`. Also those
+    that make an autocast that is `off` outside of modules, in a program that enables none, or that
+    is disabled for a part of the program, which stays in `float32`."""
     gradients: list[Gradients] = field(default_factory=list)
     outputs: Outputs = field(default_factory=dict)
 

@@ -59,7 +59,7 @@ class Trial:
         self._is_calling = False  # True while torch's backward runs
         self._thread = threading.get_ident()
         self._scaling = Scaling(program.scale) if program.precision.is_scaled else None
-        self._forcing = Forcing(exits, self._outcome)
+        self._forcing = Forcing(exits, self._outcome, lambda: self._modules.running)
         self._modules = Modules(exits, self._forcing.run)
         self._modules.on_root = self._begin_root
         self._modules.on_output = self._sample_output

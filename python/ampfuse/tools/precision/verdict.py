@@ -52,6 +52,8 @@ def verdict(judge: Judge) -> Verdict:
         sentences = ["Stay with float32: no precision is accurate enough."]
         if not judge.outcomes[BFLOAT16].failure:
             sentences.append(name_origin(judge))
+    if "float32" in base.places:
+        sentences.append(f"This part of the program stayed in float32: {base.places['float32']}.")
     if losses := find_rising_losses(base.losses):
         rise = f"The loss rises in float32, from about {losses[0]:.3g} to {losses[1]:.3g}: "
         sentences.insert(0, f"{rise}lower the learning rate, and run this again.")
@@ -111,18 +113,20 @@ def lines_to_change(base: Outcome, precision: Precision, scale: float) -> list[s
     places = base.places
     # An expression of the program, for example of its own option, stays as it is.
     device = '"cuda"' if base.gpu else '"cpu"'
-    device = "<device of autocast>" if "autocast" in places else device
+    device = "<device of autocast>" if base.autocasts else device
     dtype = str(precision.dtype)
     model = places.get("model", "the program")
     lines = []
     if precision.dtype is None:
-        if "autocast" in places:
-            lines.append(f"{places['autocast']}: add enabled=False")
-    elif "autocast" not in places:
+        lines += [f"{line}: add enabled=False" for line in base.autocasts]
+    elif base.autocasts:
+        others = [line for line, own in base.autocasts.items() if own != dtype]
+        lines += [f"{line}: pass dtype={dtype}, and leave its device" for line in others]
+    elif "off" in places:
+        lines.append(f"{places['off']}: enable it for {device}, with dtype={dtype}")
+    else:
         context = f"`with torch.autocast({device}, dtype={dtype}):`"
         lines.append(f"{model}: put it and the loss, but not backward(), into {context}")
-    elif base.own_dtype != dtype:
-        lines.append(f"{places['autocast']}: pass dtype={dtype}, and leave its device")
     if precision.is_scaled and "scaler" not in places:
         first = "" if scale == FIRST_SCALE else f", init_scale={scale:.0f}"
         lines += [
