@@ -27,11 +27,15 @@ def forget(folder, *removed):
 def test_loop_goes_on_from_its_last_checkpoint(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(PLAIN + "print(start, loss.item())")
-    first, last = run_python(script, cwd=tmp_path).split()
+    printed = run_python(script, cwd=tmp_path).splitlines()
+    first, last = printed[-1].split()
     assert first == "0"
+    assert [line.split(":")[0] for line in printed[:-1]] == [
+        f"step {i}" for i in range(20, 101, 20)
+    ]
     assert steps(tmp_path) == [60, 80, 100]
     forget(tmp_path, 80, 100)
-    assert run_python(script, cwd=tmp_path).split() == ["60", last]
+    assert run_python(script, cwd=tmp_path).splitlines() == [*printed[3:-1], f"60 {last}"]
 
 
 @pytest.mark.slow

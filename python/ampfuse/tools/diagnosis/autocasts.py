@@ -60,8 +60,8 @@ class Autocasts:
         if self.trains_in_float16 and not has_scaler:
             yield (
                 "Autocast converts to float16, and no GradScaler is used. Unless the program "
-                "scales its loss itself, gradients below 6e-8 become 0: use torch.amp.GradScaler, "
-                "or bfloat16, which needs none."
+                "scales its loss itself, gradients up to 2.98e-8 become 0: use "
+                "torch.amp.GradScaler, or bfloat16, which needs none."
             )
         if ("cpu", torch.float16) in self.enabled:
             float16, bfloat16, float32 = (
