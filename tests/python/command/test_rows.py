@@ -54,6 +54,13 @@ def test_rows_name_an_autocast_and_a_scaler_that_do_nothing():
     ]
 
 
+def test_optimizers_left_to_torch_are_not_called_unused_as_well():
+    told = REPORT | {"parts": {"optimizers": part()}, "optimizers_of_torch": ["SGD"]}
+    ((name, text),) = show.rows(told)[1:]
+    assert name == "optimizers"
+    assert text.startswith("left to torch: SGD, since")
+
+
 def test_steps_are_called_too_few_only_without_an_error():
     few = REPORT | {"parts": {}, "step_count": 20}
     assert [name for name, _ in show.rows(few)] == ["ended", "a step"]

@@ -52,7 +52,7 @@ def line(phase, call="", share=0.5):
         (loader(2), 10.0, 10.0, "DataLoader(num_workers=4) would hide it"),  # not measured
         (loader(0, 300), 300.0, 10.0, "Make the transforms faster"),
         (loader(4), 30.0, 10.0, "Make the transforms faster"),
-        (loader(4, 20), 10.0, 10.0, "2 of its 4 workers are enough: a larger prefetch_factor"),
+        (loader(4, 20), 10.0, 10.0, "2 of 4 workers would do: a larger prefetch_factor"),
     ],
 )
 def test_number_of_workers_that_hides_the_wait_is_computed(made, wait, rest, said):
@@ -88,6 +88,8 @@ def test_line_that_takes_the_time_of_loading_is_named():
     lines = [line(FORWARD, share=0.5), line(INPUT, "augment", 0.3), line(INPUT, "read", 0.1)]
     (hint,) = hints([loader(0, 30)], lines, input=30.0, forward=10.0)
     assert hint.endswith("75% of the loading is at train.py:3, `x = augment()`.")
+    (hint,) = hints([loader(0, 30, loop="train.py:3")], lines, input=30.0, forward=10.0)
+    assert "of the loading is at" not in hint  # the loop itself, since torch loads the batches
 
 
 def test_workers_that_are_started_in_each_epoch_are_noticed():

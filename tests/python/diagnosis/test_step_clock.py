@@ -104,6 +104,12 @@ def test_evaluation_belongs_to_no_step(steps):
     assert all(step_time(step) < 5 * PAUSE for step in steps.steps)  # not 5 batches
 
 
+def test_end_of_a_loader_in_training_is_no_evaluation(steps):
+    for _ in range(2):
+        train()
+    assert all(step[EVALUATION] == 0 for step in steps.steps)
+
+
 def test_evaluation_without_a_loader_and_saving_are_not_forward(steps, tmp_path):
     model = nn.Sequential(nn.Linear(4, 4))
 

@@ -21,12 +21,14 @@ def title(report: dict[str, Any]) -> str:
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of a report's table, each a name and a text."""
     found = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
-    parts = dict(report["parts"])
-    if report["scaler_disabled"]:
-        parts.pop("scaler", None)  # it has a row below
-    found += rows_of_parts(parts)
     replaced = [cls.__name__ for cls in CLASSES]
-    if others := sorted({*report["optimizers_of_torch"]} - {*replaced}):
+    others = sorted({*report["optimizers_of_torch"]} - {*replaced})
+    with_rows = {"scaler": report["scaler_disabled"], "optimizers": bool(others)}  # of their own
+    parts = report["parts"].items()
+    found += rows_of_parts(
+        {name: part for name, part in parts if any(part.values()) or not with_rows.get(name)}
+    )
+    if others:
         text = (
             f"left to torch: {', '.join(others)}, since ampfuse has only {' and '.join(replaced)}"
         )

@@ -64,7 +64,7 @@ def explain_input(loader: Loader, per_step: float, wait: float, rest: float) -> 
     cores = usable_cores()
     if needed <= loader.workers:
         return (
-            f"{share}, though {needed} of its {loader.workers} workers are enough: a larger "
+            f"{share}, though {needed} of {loader.workers} workers would do: a larger "
             "prefetch_factor helps if some batches take longer than others; if not, send smaller "
             "ones, for example images as bytes."
         )
@@ -88,7 +88,9 @@ def name_slowest(loader: Loader, lines: list[Line]) -> str:
     if not loader.workers and inputs:
         share = inputs[0].share / sum(line.share for line in inputs)
         slowest = inputs[0]._replace(share=share)
-    return f" {slowest.share:.0%} of the loading is at {named(slowest)}." if slowest else ""
+    if slowest is None or slowest.place.where == loader.loop:  # the dataset has no line of its own
+        return ""
+    return f" {slowest.share:.0%} of the loading is at {named(slowest)}."
 
 
 def explain_starts(loaders: list[Loader], total: float) -> Iterator[str]:

@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 from ampfuse.tools.diagnosis.lines import Line, LineSampler
 from ampfuse.tools.diagnosis.phases import INPUT
 from ampfuse.tools.hooks import hook_functions
-from ampfuse.tools.program_lines import Place
+from ampfuse.tools.program_lines import Place, current_line
 
 SLOT = 4096  # bytes that each worker shares with the program: JSON that ends with a zero
 MOST_LOADERS = 256
@@ -43,6 +43,8 @@ class Loader:
     """Those of them that came after the program's first step."""
     batches: int = 0
     """Batches that the program has taken."""
+    loop: str = ""
+    """File and line where the program takes them."""
     loaded: int = 0
     """Batches that this process has loaded: the program, or in its own copy a worker."""
     loading: float = 0.0
@@ -158,6 +160,7 @@ class LoaderWatch:
                 end = time.perf_counter()
                 if (start := self._started.pop(id(iterator), None)) is not None:
                     known.starts.append(end - start)
+                    known.loop = line.where if (line := current_line()) else ""
                     if self._has_trained:
                         known.late_starts.append(end - start)
                 known.waited += end - begin

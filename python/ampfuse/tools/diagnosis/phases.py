@@ -31,9 +31,9 @@ class NoteReader:
 
     If an iterator is exhausted without a backward since its first batch, or if `model.train()`
     follows `model.eval()` without a backward, the program has evaluated, which belongs to no phase
-    of a step. Neither does the wait in which an iterator proves to be exhausted. But a program that
-    calls `eval()` and `train()` in successive steps, without exhausting an iterator between them,
-    makes its data or targets so, which is a part of the steps.
+    of a step. Neither does the wait in which an iterator proves to be exhausted, which alone is no
+    evaluation. But a program that calls `eval()` and `train()` in successive steps, without
+    exhausting an iterator between them, makes its data or targets so, which is a part of the steps.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,9 @@ class NoteReader:
                         continue
                 evaluated = sum(seconds.values()) - sum(times.values())
                 seconds = self.seconds = defaultdict(float, times)
-                seconds[EVALUATION] += evaluated
+                # Not if it is the last wait of a training loader alone.
+                if phase == EVALUATION or len(intervals) > first + 1:
+                    seconds[EVALUATION] += evaluated
                 intervals[first:] = [(EVALUATION, end) for _, end in intervals[first:]]
         return intervals
 
