@@ -155,6 +155,17 @@ class ScalerHistory:
         if inspection is not None:
             self._steps.append((found_inf, inspection))
 
+    @property
+    def has_stepped(self) -> bool:
+        """True if a step was recorded."""
+        return self._found_inf is not None
+
+    def note_taken(self) -> None:
+        """Record that the step of the last update was taken, whatever its flag was."""
+        if self._records is not None and self._counters is not None:
+            last = (self._counters[2:] - 1) % self.length
+            self._records[:, 1].index_fill_(0, last, 0)
+
     def snapshot(self) -> HistorySnapshot:
         """Return all that steps and updates change."""
         return HistorySnapshot(

@@ -163,7 +163,7 @@ class GradScaler(DeviceScaler):
         if not self._enabled:
             return outputs
         self._has_scaled = True
-        self._watch.note_scaled_loss(outputs)
+        self._watch.note_scaled_loss(outputs, self._history)
         return scaled(outputs, self._scale_on)
 
     _own_scale = scale  # derived classes may override scale

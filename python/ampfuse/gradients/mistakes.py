@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ampfuse._graphs import eager_only, groups_of
+from ampfuse._graphs import eager_only
 from ampfuse._host_copy import HostCopy
 from ampfuse._warning import warn_caller
 from ampfuse.gradients.shards import local
@@ -23,10 +23,10 @@ STEPS_WATCHED = 3
 # purpose multiplies the limit by the scale.
 FAR_BELOW_THE_SCALE = 1e-3
 
-# After this many steps without the scaler, each after a loss that it scaled, look once whether the
-# optimizer has all parameters of that loss. Another network may take steps between micro-batches,
-# and may be a part of the loss, as the discriminator of a GAN.
-TOO_MANY_STEPS = 20
+# If the scaler has taken no step until the second of these losses, look once whether all parameters
+# of the first one were written since. Another network may take steps between micro-batches, and may
+# be a part of the loss, as the discriminator of a GAN.
+FIRST_LOSS, LAST_LOSS = 10, 20
 
 CLIPPED_WHILE_SCALED = (
     "gradients were clipped to max_norm={max_norm:g} while they were still multiplied by the loss "
@@ -39,9 +39,13 @@ CLIPPED_TWICE = (
     "max_grad_norm={max_norm:g} clips them inside the step; remove the other clipping"
 )
 NEVER_STEPPED = (
-    "an optimizer has taken {steps} steps by optimizer.step() since a GradScaler began to scale "
-    "losses of its parameters, and none by scaler.step(optimizer), so the gradients are still "
-    "multiplied by the loss scale: call scaler.step(optimizer) instead"
+    "a GradScaler has scaled {losses} losses, and all their parameters have changed, but "
+    "scaler.step(optimizer) was not called, so the gradients are still multiplied by the loss "
+    "scale: call scaler.step(optimizer) instead of optimizer.step(), and then scaler.update()"
+)
+STEPPED_IN_SPITE = (
+    "optimizer.step() has taken a step although scaler.unscale_(optimizer) had found gradients "
+    "that are not finite: call scaler.step(optimizer) instead, which skips such steps"
 )
 
 
@@ -53,9 +57,8 @@ class ClipRecord(NamedTuple):
     total_norm: Tensor  # norm before clipping; if it is a DTensor, this rank's part of it
 
 
-_lock = threading.Lock()  # guards the next three: each thread may train its own model
+_lock = threading.Lock()  # guards the next two: each thread may train its own model
 _first_steps: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # scalers in their first steps
-_only_scaled: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # scalers that have taken no step yet
 # By the ids of gradients that were clipped since the last scaled loss. Weak references would keep
 # torch from moving or casting a model of DTensors.
 _clips: dict[int, ClipRecord] = {}
@@ -72,30 +75,25 @@ def note_clip(grads: Iterable[Tensor], max_norm: float, total_norm: Tensor) -> N
                 _clips[id(grad)] = ClipRecord(grad._version, max_norm, local(total_norm))
 
 
-@eager_only
-def note_step_without_scaler(optimizer: Any) -> None:
-    """Record that an optimizer takes a step without a scaler."""
-    if len(_only_scaled) == 0:
-        return
-    with _lock:
-        watches = list(_only_scaled)
-    for watch in watches:
-        watch.note_step_without_scaler(optimizer)
-
-
 class Watch:
     """Looks for mistakes in the use of one scaler."""
 
     def __init__(self) -> None:
         self._steps = 0
-        self._steps_without = 0
-        self._leaves: set[int] = set()  # ids of the parameters of the loss before the check
-        self._has_scaled = False  # True from a scaled loss to a step without the scaler
+        self._losses = 0  # scaled before the first step
+        self._params: list[tuple[Tensor, int]] = []  # of the loss FIRST_LOSS, with versions
+        self._ignored_overflow = HostCopy()  # the flag of a step that the scaler did not take
         self._clipped: tuple[float, HostCopy, HostCopy] | None = None  # limit, norm and scale
         self._norms: list[tuple[float, HostCopy, HostCopy]] = []  # limits, scaled norms, scales
+        self.has_warned_of_overflow = False
         self.has_reported = False  # True after a warning, or if all norms were right
         self.is_done = False  # True if gradients need not be looked at any more
         self.is_scale_known = False  # True if the program may divide by the scale
+
+    @property
+    def has_unscaled(self) -> bool:
+        """True if the scaler has looked at gradients, to step or to unscale them."""
+        return self._steps > 0
 
     @eager_only
     def note_known_scale(self) -> None:
@@ -103,18 +101,20 @@ class Watch:
         self.is_scale_known = True
 
     @eager_only
-    def note_scaled_loss(self, loss: Any = None) -> None:
-        """Record that the scaler has scaled a loss: the next gradients are scaled."""
+    def note_scaled_loss(self, loss: Any, history: Any) -> None:
+        """Record that the scaler has scaled a loss: the next gradients are scaled.
+
+        `history`: the scaler's, which knows steps in compiled code, too.
+        """
         if self._steps > STEPS_WATCHED:
             return
-        self._has_scaled = True
-        if self._steps_without == TOO_MANY_STEPS - 1 and isinstance(loss, Tensor):
-            self._leaves = leaves_of(loss)
         with _lock:
             _clips.clear()
             if self._steps == 0:
-                _only_scaled.add(self)
                 _first_steps.add(self)
+        if self._steps == 0 and self._losses < LAST_LOSS and not history.has_stepped:
+            self._losses += 1
+            self._look_for_other_steps(loss)
 
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
@@ -123,22 +123,30 @@ class Watch:
         yield
         self.is_scale_known = was_known
 
-    def note_step_without_scaler(self, optimizer: Any) -> None:
-        """Count a step without the scaler, if it has scaled a loss since the last such step."""
-        if not self._has_scaled or self.is_scale_known:
+    def _look_for_other_steps(self, loss: Any) -> None:
+        """Warn if all parameters of the loss are written by something else than the scaler."""
+        if self._losses == FIRST_LOSS and isinstance(loss, Tensor):
+            self._params = [(param, param._version) for param in leaves_of(loss)]
+        elif self._losses == LAST_LOSS:
+            params, self._params = self._params, []
+            are_written = all(param._version > version for param, version in params)
+            if params and are_written and not self.is_scale_known:
+                warn_caller(NEVER_STEPPED.format(losses=LAST_LOSS))
+
+    def note_unscaled_step(self, found_inf: Tensor) -> None:
+        """Warn if an optimizer has stepped by itself after `unscale_` has set this flag."""
+        if self.has_warned_of_overflow or not has_number(found_inf):
             return
-        self._has_scaled = False
-        self._steps_without += 1
-        if self._steps_without == TOO_MANY_STEPS and self._leaves:
-            stepped = {id(param) for group in groups_of(optimizer) for param in group["params"]}
-            if self._leaves <= stepped:
-                warn_caller(NEVER_STEPPED.format(steps=TOO_MANY_STEPS))
+        if self._ignored_overflow.is_unsent() or self._ignored_overflow.number() == 0:
+            self._ignored_overflow.send(found_inf)
+        if self._ignored_overflow.number():
+            self.has_warned_of_overflow = True
+            warn_caller(STEPPED_IN_SPITE)
 
     def note_scaled_gradients(self, grads: Iterable[Tensor], scale: Tensor) -> None:
         """Check whether gradients that are still scaled were clipped. Each call is one step."""
         self._steps += 1
         with _lock:
-            _only_scaled.discard(self)
             if self._steps > STEPS_WATCHED:
                 _first_steps.discard(self)
                 if len(_first_steps) == 0:
@@ -194,16 +202,16 @@ def first_clip(grads: Iterable[Tensor]) -> ClipRecord | None:
     return None
 
 
-def leaves_of(loss: Tensor) -> set[int]:
-    """Return the ids of the tensors whose gradients a backward pass of the loss computes."""
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the tensors whose gradients a backward pass of the loss computes."""
     nodes: list[Any] = [loss.grad_fn]
-    seen, leaves = {None}, set()
+    seen, leaves = {None}, []
     while nodes:
         node = nodes.pop()
         if node not in seen:
             seen.add(node)
             if hasattr(node, "variable"):
-                leaves.add(id(node.variable))
+                leaves.append(node.variable)
             nodes += [following for following, _ in node.next_functions]
     return leaves
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from ampfuse import ops
 from ampfuse._arguments import described
 from ampfuse._graphs import is_capturing
-from ampfuse.gradients.mistakes import note_step_without_scaler
 from ampfuse.gradients.shards import local
 
 
@@ -126,10 +125,7 @@ class Signals(NamedTuple):
         given: Signals | None = optimizer._slot.signals
         if given is not None:
             return given.add_attributes(optimizer)
-        signals = Signals(backward_norms=BackwardNorms.find(optimizer)).add_attributes(optimizer)
-        if signals.grad_scale is None and signals.found_inf is None:
-            note_step_without_scaler(optimizer)
-        return signals
+        return Signals(backward_norms=BackwardNorms.find(optimizer)).add_attributes(optimizer)
 
     def add_attributes(self, optimizer: Any) -> "Signals":
         """Return these signals and those that a program has set as attributes of its optimizer.

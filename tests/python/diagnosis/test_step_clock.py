@@ -8,7 +8,6 @@ import ampfuse
 import pytest
 import torch
 from ampfuse.optim.stepping import skips_unseen
-from ampfuse.tools.diagnosis import clock
 from ampfuse.tools.diagnosis.phases import (
     BACKWARD,
     EVALUATION,
@@ -177,18 +176,6 @@ def test_time_in_the_scaler_and_in_its_optimizer_is_told_apart(steps):
     of_others = [SCALER, OTHER, SCALER, FORWARD, BACKWARD, OTHER, SCALER, OPTIMIZER]
     assert steps.phases == of_first + 2 * of_others
     assert all(step[SCALER] > 0 and step[OPTIMIZER] > 0 for step in steps.steps)
-
-
-def test_steps_of_a_scaler_are_not_taken_for_steps_without_one(steps, monkeypatch):
-    noted = []
-    monkeypatch.setattr(clock, "note_step_without_scaler", noted.append)
-    param = nn.Parameter(torch.zeros(3))
-    optimizer, scaler = torch.optim.SGD([param]), ampfuse.GradScaler("cpu")
-    scaler.scale(param.sum()).backward()
-    scaler.step(optimizer)
-    assert noted == []
-    optimizer.step()
-    assert noted == [optimizer]
 
 
 def test_other_threads_are_not_measured(steps):

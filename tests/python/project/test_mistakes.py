@@ -134,8 +134,9 @@ def test_torch_clipping_in_addition_to_max_grad_norm_warns_once(device):
     loop.iterate(clip, *[1.0] * 5)  # it is allowed where gradients are not scaled
 
 
-def test_steps_without_the_scaler_warn_once(device):
-    loop = Loop(device)
+@pytest.mark.parametrize("make", [torch.optim.SGD, ampfuse.AdamW])
+def test_steps_without_the_scaler_warn_once(device, make):
+    loop = Loop(device, make)
 
     def iterate(times):
         for _ in range(times):
@@ -144,7 +145,7 @@ def test_steps_without_the_scaler_warn_once(device):
             loop.scaler.state_dict()  # reads the scale, but does not return it to the loop
 
     iterate(19)
-    with pytest.warns(UserWarning, match=r"none by scaler.step\(optimizer\)") as caught:
+    with pytest.warns(UserWarning, match="call scaler.step.optimizer. instead of") as caught:
         iterate(1)
 
     assert [warning.filename for warning in caught] == [__file__]
@@ -158,6 +159,48 @@ def test_program_that_unscales_by_itself_gets_no_warning(device, way):
         loop.backward()
         loop.param.grad /= getattr(loop.scaler, way)()
         loop.optimizer.step()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, ampfuse.AdamW])
+def test_step_of_the_optimizer_after_an_overflow_that_unscale_found_warns_once(device, make):
+    loop = Loop(device, make)
+    loop.scaler = ampfuse.GradScaler(device.type, history=4)
+
+    def iterate(*factors):
+        for factor in factors:
+            loop.backward(factor)
+            loop.scaler.unscale_(loop.optimizer)
+            loop.optimizer.step()
+            loop.scaler.update()
+            if loop.param.is_cuda:
+                torch.cuda.synchronize()
+
+    iterate(1.0)
+    with pytest.warns(UserWarning, match="although scaler.unscale_.optimizer. had found") as caught:
+        iterate(float("inf"), float("inf"))
+
+    assert [warning.filename for warning in caught] == [__file__]
+    assert [record.skipped for record in loop.scaler.history()] == [False] * 3
+
+
+def test_program_that_skips_steps_by_itself_after_unscale_gets_no_warning(device):
+    loop = Loop(device, torch.optim.SGD)
+    loop.scaler = ampfuse.GradScaler(device.type, history=4)
+    for factor in (1.0, float("inf"), 1.0):
+        loop.backward(factor)
+        loop.scaler.unscale_(loop.optimizer)
+        if loop.param.grad.isfinite().all():
+            loop.optimizer.step()
+        loop.scaler.update()
+    assert [record.skipped for record in loop.scaler.history()] == [False, True, False]
+
+
+def test_steps_that_a_compiled_function_takes_with_the_scaler_give_no_warning(device):
+    loop = Loop(device)
+    finish = torch.compile(loop.finish, backend="eager")
+    for _ in range(25):
+        loop.backward()
+        finish()
 
 
 def test_a_second_network_without_a_scaler_gives_no_warning(device):
@@ -258,13 +301,13 @@ def test_lookup_of_a_clipped_gradient_is_safe_while_a_thread_scales_losses(
     device, frequent_switches
 ):
     grad, done = torch.ones(3, device=device), threading.Event()
-    watches = [mistakes.Watch(), mistakes.Watch()]
+    watches, history = [mistakes.Watch(), mistakes.Watch()], ampfuse.GradScaler("cpu")._history
 
     def scale_losses():
         while not done.is_set():
-            watches[1].note_scaled_loss()
+            watches[1].note_scaled_loss(None, history)
 
-    watches[0].note_scaled_loss()
+    watches[0].note_scaled_loss(None, history)
     with ThreadPoolExecutor(1) as pool:
         scaling = pool.submit(scale_losses)
         try:

@@ -19,6 +19,11 @@ from ampfuse.tools.diagnosis.diagnosis import Diagnosis
 RECORDED_UPDATES = 2**16  # number of updates recorded for each scaler, 12 bytes each on its device
 SKIPS_IN_A_ROW = 10
 UPDATES_TO_JUDGE = 20
+ONLY_SCALES = (
+    "A GradScaler has scaled losses, but taken no step. If their optimizer has stepped by "
+    "optimizer.step(), its gradients were still multiplied by the loss scale: call "
+    "scaler.step(optimizer) instead, and then scaler.update()."
+)
 MANY_SKIPS = 0.1  # of the updates
 COMPILED = "Calls inside torch.compile are not counted; scalers count their steps there, too."
 
@@ -34,6 +39,8 @@ def report(
     hints += diagnosis.hints(bool(usage is None or has_scaler or usage.fallbacks))
     for scaler in RECORDING.scalers:
         try:
+            if diagnosis.clock.steps and scaler.only_scales():
+                hints.append(ONLY_SCALES)
             scalers.append(_describe_scaler(scaler))
         except Exception as error:  # for example a GPU error that the program has caused
             hints.append(f"The record of a scaler cannot be read: {error}")

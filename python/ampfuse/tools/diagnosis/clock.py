@@ -9,7 +9,7 @@ steps are measured; they do nothing then.
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from ampfuse._graphs import eager_only
 from ampfuse.amp import GradScaler
-from ampfuse.gradients.mistakes import note_step_without_scaler
 from ampfuse.optim.stepping import is_ours
 from ampfuse.tools.diagnosis.loaders import LoaderWatch
 from ampfuse.tools.diagnosis.phases import (
@@ -57,7 +56,6 @@ class StepClock:
         self._is_measuring = True
         self._is_switching = False  # True while a module is switched to evaluation, or back
         self._thread = threading.get_ident()
-        self._scaler_calls = 0  # number of a scaler's methods that are running
         self._first = FirstOptimizer()
         hook_steps(exits, self._enter_optimizer, self._leave_optimizer)
         kinds = {"backward": BACKWARD, "save": OTHER, "save_checkpoint": OTHER}
@@ -106,11 +104,7 @@ class StepClock:
             if torch.compiler.is_compiling():
                 return method(scaler, *args, **kwargs)
             self.has_scaled |= scaler.is_enabled()
-            self._scaler_calls += 1
-            try:
-                return noted(scaler, *args, **kwargs)
-            finally:
-                self._scaler_calls -= 1
+            return noted(scaler, *args, **kwargs)
 
         return followed
 
@@ -143,12 +137,8 @@ class StepClock:
     @only_measures
     @eager_only
     def _enter_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if not is_ours(optimizer):  # ours note by themselves that they step without a scaler
-            if type(optimizer).__module__.startswith("torch.optim"):
-                self.left_to_torch.add(type(optimizer).__name__)
-            if not self._scaler_calls:
-                with suppress(Warning):  # which may be errors, but must not end the program here
-                    note_step_without_scaler(optimizer)
+        if not is_ours(optimizer) and type(optimizer).__module__.startswith("torch.optim"):
+            self.left_to_torch.add(type(optimizer).__name__)
         self.note(OPTIMIZER, True, id(optimizer))
 
     @only_measures
