@@ -36,8 +36,9 @@ def accumulate(
     Args:
         step: `step(micro_batch, denominator)` returns the loss of a micro-batch, which is a sum
             divided by `denominator`. ampfuse's losses take `denominator=`; with other losses,
-            divide the sum yourself. A mean, which ignores the denominator, is wrong; a function
-            that does not use its second argument is warned of. `step` does not call `backward`.
+            divide the sum yourself. A mean is wrong, divided by the denominator or not. A function
+            that does not use its second argument is warned of, and so is a mean of torch's losses;
+            other means are not noticed. `step` neither scales the loss nor calls `backward`.
         micro_batches: At least one, on each rank.
         count: Returns the number, or the total weight, of the targets whose losses are added up in
             a micro-batch. By default a micro-batch is a pair of inputs and integer targets, of
@@ -55,7 +56,8 @@ def accumulate(
         The sum of the micro-batches' losses, detached, not scaled, on their device.
 
     Raises:
-        ValueError: There is no micro-batch, or a sharded model comes without `process_group`.
+        ValueError: There is no micro-batch, `step` has scaled a loss that `scaler` would scale, or
+            a sharded model comes without `process_group`.
         TypeError: A micro-batch cannot be counted, or `step` returns something else than a loss.
 
     Examples:
@@ -88,10 +90,34 @@ def accumulate(
             loss = step(micro_batch, denominator)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(f"accumulate: step: expected a loss, got {kind_in_words(loss)}")
+            if number == 1:
+                check_first(loss, denominator, scaler, len(batches))
             (loss if scaler is None else scaler.scale(loss)).backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
     return total
+
+
+def check_first(loss: Tensor, denominator: Any, scaler: Any, micro_batches: int) -> None:
+    """Look for mistakes that the first loss shows: it was scaled, or is a mean."""
+    node = loss.grad_fn
+    factor = getattr(node, "_saved_other", None)  # None if the loss is no product or quotient
+    if factor is not None and factor is getattr(scaler, "_scale", None):
+        raise ValueError(
+            "accumulate: step has scaled the loss, which scaler= would scale again: return the "
+            "loss as it is"
+        )
+    is_quotient = type(node).__name__ == "DivBackward0"
+    is_number = not isinstance(denominator, Tensor)
+    is_divided = is_quotient and (factor is denominator or (is_number and factor == denominator))
+    mean = node.next_functions[0][0] if node is not None and is_divided else node
+    is_mean = getattr(mean, "_saved_reduction", None) == 1  # only torch's losses have it
+    # A mean is right if there is one micro-batch, and a divided mean if each has one target.
+    if is_mean and (denominator if is_divided else 1) != micro_batches:
+        warn_caller(
+            "accumulate: step returns a mean of a micro-batch, which is added to other means: "
+            'compute the sum of its losses, by reduction="sum", and divide it by the denominator'
+        )
 
 
 @functools.cache

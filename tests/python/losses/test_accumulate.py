@@ -204,6 +204,47 @@ def test_step_that_ignores_the_denominator_is_warned_of(mean):
             ampfuse.accumulate(step, parts)
 
 
+MEANS = {
+    "mean": lambda loss, n: loss,
+    "mean divided by the denominator": lambda loss, n: loss / n,
+}
+
+
+@pytest.mark.parametrize("kind", MEANS)
+@pytest.mark.parametrize("count", [None, lambda part: len(part[0])])
+def test_mean_of_a_loss_of_torch_is_warned_of(kind, count):
+    model = made()
+
+    def step(part, n):
+        return MEANS[kind](torchs(model, part), n)
+
+    with pytest.warns(UserWarning, match="step returns a mean"):
+        ampfuse.accumulate(step, parts_of(batch()), count=count)
+
+
+def test_mean_that_is_right_gives_no_warning():
+    model = made()
+    inputs, targets = batch(4)
+    with warnings.catch_warnings(action="error"):
+        ampfuse.accumulate(lambda part, n: [n, torchs(model, part)][1], [(inputs, targets)])
+        parts = parts_of((inputs, targets.abs() % CLASSES), 1)
+        ampfuse.accumulate(lambda part, n: torchs(model, part) / n, parts)
+        parts = parts_of((inputs, targets), 2)
+        ampfuse.accumulate(lambda part, n: n * torchs(model, part) / n / 2, parts)
+
+
+def test_loss_that_step_has_scaled_is_refused():
+    model, scaler = made(), ampfuse.GradScaler("cpu")
+
+    def step(part, n):
+        return scaler.scale(ampfuses(model, part, n))
+
+    with pytest.raises(ValueError, match="step has scaled the loss, which scaler= would scale ag"):
+        ampfuse.accumulate(step, parts_of(batch()), scaler=scaler)
+    assert grads(model) == [None] * 4
+    ampfuse.accumulate(step, parts_of(batch()))
+
+
 # --- several ranks --------------------------------------------------------------------------------
 
 

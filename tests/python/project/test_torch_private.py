@@ -38,7 +38,8 @@ OPTIMIZER = torch.optim.SGD([PARAMETER])
 torch.optim.lr_scheduler.ConstantLR(OPTIMIZER)
 OPTIMIZER.step()
 OBJECTS = {
-    (PARAMETER * 2).grad_fn: "_input_metadata _sequence_nr",
+    (PARAMETER * 2).grad_fn: "_input_metadata _saved_other _sequence_nr",
+    torch.nn.functional.mse_loss(PARAMETER, torch.ones(1)).grad_fn: "_saved_reduction",
     torch.amp.GradScaler("cpu"): "_check_inf_per_device _check_scale_growth_tracker _enabled "
     "_get_scale_async _growth_tracker _init_scale _lazy_init_scale_growth_tracker _maybe_opt_step "
     "_per_optimizer_states _scale _unscale_grads_",
