@@ -115,6 +115,8 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
             warns and leaves them out.
         **objects: What is loaded into, by the names of `save`. Each must be in the checkpoint. A
             warning says what is in the checkpoint and was not asked for, if an optimizer is loaded.
+            After a load without the optimizer, save into another folder: checkpoints with a new
+            optimizer could replace those with the old one's state.
 
     Returns:
         The folder of the checkpoint, its step and its values.
