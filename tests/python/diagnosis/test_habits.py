@@ -6,9 +6,11 @@ import types
 from collections import Counter
 from contextlib import ExitStack
 
+import ampfuse
 import pytest
 import torch
 from ampfuse.patching import losses, patch, unpatch
+from ampfuse.tools.diagnosis.advice import explain_habits
 from ampfuse.tools.diagnosis.clock import StepClock
 from ampfuse.tools.diagnosis.habits import Habits, WideLogits
 from torch import nn
@@ -101,6 +103,22 @@ def test_steps_without_backward_are_not_reported(habits):
 def test_sparse_gradients_are_left_alone(habits):
     train(keep, model=nn.Embedding(4, 2, sparse=True), inputs=torch.tensor([1]))
     assert not habits.keeps_gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("make", "has_masters"),
+    [(torch.optim.SGD, False), (torch.optim.AdamW, False), (ampfuse.AdamW, True)],
+)
+def test_16_bit_weights_without_masters_get_a_hint(habits, make, has_masters, dtype):
+    param = nn.Parameter(torch.ones(3, dtype=dtype))
+    with ampfuse.patched():
+        optimizer = make([param])
+    param.sum().backward()
+    optimizer.step()
+    found = [hint for hint in explain_habits(habits, 1) if "no float32 masters" in hint]
+    assert len(found) == (dtype == torch.bfloat16 and not has_masters)
+    assert not found or "less than 0.20 % of a weight" in found[0]
 
 
 def test_anomaly_checks_are_counted(habits):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ampfuse._graphs import uses_gpu
-from ampfuse._texts import size_text
+from ampfuse._texts import percent, size_text
 from ampfuse.tools.diagnosis.gpu_times import GpuTimes
 from ampfuse.tools.diagnosis.habits import WATCHED, Habits, WideLogits
 from ampfuse.tools.diagnosis.lines import Line, merge
@@ -160,6 +160,12 @@ def explain_habits(habits: Habits, steps: int) -> Iterator[str]:
         yield (
             "No gradient is set to zero between steps, so each step uses the sum of all gradients "
             "so far: call optimizer.zero_grad() once per step."
+        )
+    if habits.rounded is not None:
+        yield (
+            f"Weights are {habits.rounded}, and their optimizer keeps no float32 masters, so "
+            f"updates of less than {percent(torch.finfo(habits.rounded).eps / 4)} of a weight are "
+            "lost. ampfuse.AdamW keeps masters; or use float32 weights and torch.autocast."
         )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     is_slow_cpu = torch.get_num_threads() == 1 and usable_cores() >= FEW_CORES * processes

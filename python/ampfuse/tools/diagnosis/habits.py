@@ -15,6 +15,8 @@ from ampfuse.tools.program_lines import Place, current_line
 
 CERTAIN = 5  # steps in a row that keep the gradients of the step before
 WATCHED = 20  # steps
+# The modules of optimizers that keep no masters. Others may keep some, or have an option for it.
+WITHOUT_MASTERS = ("torch.optim", "ampfuse.patching")
 VIEWS = ("View", "Alias", "Slice", "Select", "Clone")  # between conversion and loss
 MOST_VIEWS = 4
 
@@ -31,6 +33,8 @@ class Habits(Listener):
         """Steps after the first ones in which torch.compile compiled something."""
         self.keeps_gradients = False
         """True if gradients are never set to zero."""
+        self.rounded: torch.dtype | None = None
+        """The 16-bit dtype of weights whose optimizer keeps no float32 masters."""
         self._checks_anomalies = False
         self._graphs = 0
         self._kept = 0  # steps in a row
@@ -65,6 +69,9 @@ class Habits(Listener):
         """Count what the step has done."""
         self.anomaly_checks += self._checks_anomalies
         self._checks_anomalies = False
+        if step == 1 and type(optimizer).__module__.startswith(WITHOUT_MASTERS):
+            dtypes = {param.dtype for param in params_of(optimizer)}
+            self.rounded = next((dtype for dtype in DTYPES_16_BIT if dtype in dtypes), None)
         graphs = compiled_graphs()
         self.compilations += graphs > self._graphs and step > FIRST_STEPS
         self._graphs = graphs
