@@ -39,8 +39,6 @@ def main(arguments: Sequence[str]) -> NoReturn:
         atexit.unregister(ending.write_report)
         options.refuse(str(error))
     ending.note(raised)
-    if sentence := options.explain_refusal(raised, chosen.options):
-        show.say(sentence)
     program.report_exception(raised)
     if chosen.plot is not None:
         charts.import_matplotlib()

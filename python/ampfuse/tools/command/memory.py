@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ampfuse import checkpoint
 from ampfuse._texts import bytes_of, size_text
 from ampfuse.tools.command import program
-from ampfuse.tools.command.options import Parser, explain_refusal, refuse
+from ampfuse.tools.command.options import Parser, refuse
 from ampfuse.tools.hooks import hook_functions
 from ampfuse.tools.memory.account import Account, account_of
 from ampfuse.tools.memory.batch import search
@@ -105,7 +105,7 @@ def run(chosen: Namespace, batches: list[int]) -> Account:
         if size := batches[-1] if batches else chosen.batch:
             count = f"{len(batches)} whole batch{'' if len(batches) == 1 else 'es'}"
             text += f": its data have {count} of {size} samples"
-        refuse("; ".join(filter(None, [text, explain_refusal(raised, chosen.options)])))
+        refuse(text)
     program.report_exception(raised)
     refuse(
         "memory: the program failed. It ran without a GPU, and its operators computed no numbers, "

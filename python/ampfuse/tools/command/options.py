@@ -5,6 +5,7 @@ import os
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,7 +14,7 @@ import torch
 
 import ampfuse
 from ampfuse.patching.parts import chosen
-from ampfuse.tools.command.program import RefusedError
+from ampfuse.tools.command.show import say
 
 USAGE = """python -m ampfuse [options] script.py [arguments of the script]
        python -m ampfuse [options] -m module [arguments of the module]
@@ -44,6 +45,7 @@ examples:
 ENV = """usage: python -m ampfuse env
 
 Print what is installed, what works here, and what to change."""
+EVERYONES = ("-h", "--help", "--version")  # options that scripts have without mentioning them
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -80,15 +82,12 @@ class Parser(argparse.ArgumentParser):
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return our options, with `words`, the program's name and arguments, and `is_module`.
 
-        `options` has the names of all our options.
-
         The syntax is Python's: `-mpackage` is a module, `--` may stand before a script, and `-` is
         a script on standard input.
         """
         count = len(arguments)
         end = next((i for i in range(count) if arguments[i].startswith("-m")), count)
         given = self.parse_args(arguments[:end])
-        given.options = self.options
         given.is_module = end < count and not given.words  # if not, -m belongs to the script
         given.words += arguments[end:]
         if given.is_module:
@@ -98,7 +97,24 @@ class Parser(argparse.ArgumentParser):
         if not given.words:
             self.print_usage(sys.stderr)
             sys.exit(2)
+        self._explain_position(given)
         return given
+
+    def _explain_position(self, given: argparse.Namespace) -> None:
+        """Print a sentence if one of our options is passed to a script that does not mention it."""
+        program, *others = given.words
+        names = {word.partition("=")[0] for word in others} & self.options - {*EVERYONES}
+        file = Path(f"{program.replace('.', os.sep)}.py" if given.is_module else program)
+        is_quiet = getattr(given, "quiet", False) or os.environ.get("RANK", "0") != "0"
+        if not names or is_quiet:
+            return
+        with suppress(OSError):  # there is no such file, or it cannot be read
+            text = file.read_text(errors="replace")
+            for name in sorted(name for name in names if name not in text):
+                say(
+                    f"{name} is passed on to {program}, which does not mention it: an option of "
+                    "ampfuse goes before the script"
+                )
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""
@@ -132,13 +148,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         refuse(str(error))
     return given
-
-
-def explain_refusal(raised: BaseException | None, options: set[str]) -> str:
-    """Return a sentence if the program has refused one of our options; else an empty text."""
-    refused = raised.arguments if isinstance(raised, RefusedError) else []
-    ours = next((name for one in refused if (name := one.partition("=")[0]) in options), None)
-    return "" if ours is None else f"{ours} is an option of ampfuse: give it before the script"
 
 
 def output(name: str) -> Path:
