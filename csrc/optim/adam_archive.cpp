@@ -81,6 +81,10 @@ SavedGroup read_saved_group(InputArchive& archive, InputArchive& states,
                     "the optimizer's parameter group");
   SavedGroup saved;
   archive.read("options", saved.options);
+  torch::IValue betas;
+  TORCH_CHECK_VALUE(saved.options.try_read("betas", betas),
+                    "loaded state dict: expected an archive of Adam or AdamW, whose options have "
+                    "betas; is this the archive of another optimizer?");
   const auto options = group.options().clone();
   options->serialize(saved.options);
   const optim::AdamSettings settings = optim::checked_settings(*options, group_index);
