@@ -59,6 +59,8 @@ void check_params(const torch::optim::OptimizerParamGroup& group, const AdamSett
                   size_t group_index) {
   for (size_t index = 0; index < group.params().size(); ++index) {
     const at::Tensor& param = group.params()[index];
+    TORCH_CHECK_TYPE(param.defined(), "parameter ", index, " of group ", group_index,
+                     ": expected a tensor, got an undefined one");
     TORCH_CHECK_VALUE(
         settings.master_weights != MasterWeights::kRemainder || param.scalar_type() != at::kHalf,
         "MasterWeights::kRemainder: parameter ", index, " of group ", group_index,

@@ -84,6 +84,7 @@ TEST_CASE("a group with invalid options, or with a parameter that is known, is n
   refuses(group_of(other, AdamWOptions(-1)), "Invalid learning rate: -1");
   refuses(group_of(other, AdamWOptions().weight_decay(-1)), "Invalid weight_decay value: -1");
   refuses(group_of(other, torch::optim::AdamWOptions()), "options of group 1: expected");
+  refuses(Tensors{other, torch::Tensor()}, "parameter 1 of group 1: expected a tensor, got an un");
   refuses(Tensors{other, param}, "in more than one parameter group, or twice in one: parameter 1");
   refuses(Tensors{other, other}, "in more than one parameter group, or twice in one: parameter 1");
   CHECK_THROWS_WITH(ampfuse::AdamW({Tensors{param}, Tensors{param}}),
