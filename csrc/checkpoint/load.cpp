@@ -1,5 +1,6 @@
 #include <ampfuse/checkpoint.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include "module_part.h"
 #include "optimizer_part.h"
@@ -20,6 +21,14 @@ std::optional<at::IValue> part_of_one_process(const at::IValue& stored) {
   if (!stored.isGenericDict() || !stored.toGenericDict().contains("$ranks")) return stored;
   const auto ranks = stored.toGenericDict().at("$ranks").toListRef();
   return ranks.size() == 1 ? std::optional(ranks[0]) : std::nullopt;
+}
+
+std::string names_of_parts(const Dict& parts) {
+  std::set<std::string> names;
+  for (const auto& part : parts) names.insert(part.key().toStringRef());
+  names.erase("rng");
+  if (names.size() > 1) names.erase("values");
+  return c10::Join(", ", names);
 }
 
 Mistakes mistakes_of(const Object& object, const at::IValue& part, const Index& index) {
@@ -75,7 +84,7 @@ Loaded load(const fs::path& path, const Objects& objects, std::optional<bool> rn
   bool resumes = false;
   for (const auto& [name, object] : objects) {
     if (!stored.contains(name) || name == "rng" || name == "values") {
-      throw Error(folder + "it has no " + name);
+      throw Error(folder + "it has no " + name + ", only " + names_of_parts(stored));
     }
     const auto part = part_of_one_process(stored.at(name));
     if (!part) throw Error(folder + name + " was saved by several ranks");

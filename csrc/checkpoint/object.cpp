@@ -7,7 +7,7 @@ Object::Object(std::shared_ptr<torch::nn::Module> model) : object_(model) {
   if (!model) {
     throw Error(
         "Object: expected a model that a ModuleHolder or a std::shared_ptr owns, got a null "
-        "pointer or a model on the stack");
+        "pointer, or a model on the stack or in its constructor");
   }
 }
 

@@ -37,10 +37,10 @@ std::string class_of(const torch::optim::Optimizer& optimizer) {
   return c10::demangle(type.name());
 }
 
-std::vector<size_t> stored_sizes(const List& groups) {
-  std::vector<size_t> sizes;
+std::vector<int64_t> stored_sizes(const List& groups) {
+  std::vector<int64_t> sizes;
   for (const at::IValue& group : groups.vec()) {
-    sizes.push_back(group.toGenericDict().at("params").toListRef().size());
+    sizes.push_back(std::ssize(group.toGenericDict().at("params").toListRef()));
   }
   return sizes;
 }
@@ -80,15 +80,16 @@ void check_part(const torch::optim::Optimizer& optimizer, const at::IValue& part
   if (!check_class(class_of(optimizer), part, mistakes)) return;
   const Dict state = part.toGenericDict().at("state").toGenericDict();
   const List groups = state.at("param_groups").toList();
-  std::vector<size_t> sizes;
+  std::vector<int64_t> sizes;
   std::vector<at::Tensor> params;
   for (const auto& group : optimizer.param_groups()) {
-    sizes.push_back(group.params().size());
+    sizes.push_back(std::ssize(group.params()));
     params.insert(params.end(), group.params().begin(), group.params().end());
   }
   if (sizes != stored_sizes(groups)) {
-    mistakes.push_back(c10::str("its groups have ", sizes, " parameters, those in the checkpoint ",
-                                stored_sizes(groups)));
+    mistakes.push_back(c10::str("its groups have ", at::IntArrayRef(sizes),
+                                " parameters, those in the checkpoint ",
+                                at::IntArrayRef(stored_sizes(groups))));
   }
   const bool has_maximize = dynamic_cast<const Adam*>(&optimizer);
   for (const at::IValue& group : groups.vec()) {

@@ -71,13 +71,16 @@ Content content_of(int64_t step, const Objects& objects, const SaveOptions& opti
 // Calls a function, and throws errors of the system as Error.
 template <typename Function>
 auto writing(const fs::path& run, int64_t step, const Function& function) {
-  const std::string failed =
-      run.string() + ": the checkpoint of step " + std::to_string(step) + " could not be written: ";
   try {
     return function();
   } catch (const fs::filesystem_error& error) {
-    throw Error(failed + error.what());
+    throw Error(run.string() + ": the checkpoint of step " + std::to_string(step) +
+                " could not be written: " + error.what());
   }
+}
+
+std::unique_ptr<Writing> begin_writing(const fs::path& run, int64_t step) {
+  return writing(run, step, [&] { return std::make_unique<Writing>(fs::absolute(run), step); });
 }
 
 void write(Writing& checkpoint, Content& content, std::optional<int64_t> keep) {
@@ -135,11 +138,9 @@ const fs::path& Saving::wait() {
 fs::path save(const fs::path& run, int64_t step, const Objects& objects,
               const SaveOptions& options) {
   Content content = content_of(step, objects, options);
-  return writing(fs::absolute(run), step, [&] {
-    Writing checkpoint(fs::absolute(run), step);
-    write(checkpoint, content, options.keep());
-    return checkpoint.path();
-  });
+  const auto checkpoint = begin_writing(run, step);
+  writing(run, step, [&] { write(*checkpoint, content, options.keep()); });
+  return checkpoint->path();
 }
 
 Saving save_in_background(const fs::path& run, int64_t step, const Objects& objects,
@@ -149,15 +150,14 @@ Saving save_in_background(const fs::path& run, int64_t step, const Objects& obje
     const at::Tensor stored = stored_form(tensor);
     tensor = stored.is_alias_of(tensor) ? stored.clone() : stored;
   }
-  const fs::path folder = fs::absolute(run);
   auto state = std::make_unique<Saving::State>();
-  auto checkpoint = writing(folder, step, [&] { return std::make_unique<Writing>(folder, step); });
+  auto checkpoint = begin_writing(run, step);
   state->path = checkpoint->path();
   state->thread =
-      std::thread([&state = *state, folder, step, keep = options.keep(),
-                   content = std::move(content), checkpoint = std::move(checkpoint)]() mutable {
+      std::thread([&state = *state, run, step, keep = options.keep(), content = std::move(content),
+                   checkpoint = std::move(checkpoint)]() mutable {
         try {
-          writing(folder, step, [&] { write(*checkpoint, content, keep); });
+          writing(run, step, [&] { write(*checkpoint, content, keep); });
         } catch (...) {
           state.error = std::current_exception();
         }
