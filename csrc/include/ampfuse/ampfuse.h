@@ -18,9 +18,8 @@
 ///     }
 ///
 /// - AutocastGuard makes the operators in a scope compute in 16 bits.
-/// - GradScaler scales losses, and skips steps that overflow. A Gate steps a learning rate
-/// scheduler
-///   only if the step was not skipped.
+/// - GradScaler scales losses, and skips steps that overflow.
+/// - Gate steps a learning rate scheduler only if the step was not skipped.
 /// - Adam and AdamW are optimizers with master weights, unscaling and clipping.
 /// - cross_entropy() and CrossEntropyLoss compute losses, and their gradients in the same pass.
 /// - linear_cross_entropy() and LinearCrossEntropyLoss compute an output layer and its loss without

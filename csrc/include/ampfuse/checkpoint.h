@@ -53,7 +53,8 @@ class AMPFUSE_API Object {
   /// Holds the model in a holder, for example torch::nn::Sequential.
   template <typename Module>
   Object(const torch::nn::ModuleHolder<Module>& model) : Object(model.ptr()) {}
-  /// Holds the model of which this is a reference, as `*this` in a method of the model.
+  /// Holds the model of which this is a reference, as `*this` in a method of the model, but not in
+  /// its constructor.
   ///
   /// \throws Error if neither a holder nor a std::shared_ptr owns the model.
   Object(torch::nn::Module& model);
@@ -65,7 +66,8 @@ class AMPFUSE_API Object {
   Object(GradScaler& scaler) : object_(&scaler) {}
   /// Refers to a scheduler, as torch::optim::StepLR. Its count of steps is saved, for C++ alone. A
   /// class that overrides get_lrs() must not need any other state of its own. Learning rates are
-  /// saved with the optimizer.
+  /// saved with the optimizer. If a Gate steps the scheduler, call Gate::wait() before save() and
+  /// load().
   Object(torch::optim::LRScheduler& scheduler) : object_(&scheduler) {}
   /// All state of this scheduler is private, so it cannot be saved.
   Object(torch::optim::ReduceLROnPlateauScheduler& scheduler) = delete;
@@ -126,8 +128,10 @@ struct Loaded {
 /// could not be written, and no wait() has thrown the error, the destructor prints it as a warning.
 class AMPFUSE_API Saving {
  public:
-  Saving(Saving&&) noexcept;             ///< Moves.
-  Saving& operator=(Saving&&) noexcept;  ///< Waits for what was held before, and moves.
+  /// Moves. The moved-from saving may only be assigned to or destroyed.
+  Saving(Saving&&) noexcept;
+  /// Waits for what was held before, and moves.
+  Saving& operator=(Saving&&) noexcept;
   ~Saving();
 
   /// Returns the path of the checkpoint, which is there when it is complete.

@@ -40,7 +40,8 @@ class AMPFUSE_API Gate {
   /// \throws c10::Error if the scaler was destroyed.
   void step();
 
-  /// Waits until the scheduler has followed all steps.
+  /// Waits until the scheduler has followed all steps. Call this before a checkpoint is saved or
+  /// loaded. Otherwise the scheduler and its learning rates may be up to 16 steps behind.
   void wait();
 
  private:

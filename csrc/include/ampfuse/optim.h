@@ -51,7 +51,8 @@ struct AMPFUSE_API AdamOptionsOf
   TORCH_ARG(bool, amsgrad) = false;
   /// Step in the direction of the gradient instead of against it.
   TORCH_ARG(bool, maximize) = false;
-  /// The kind of masters of half and bfloat16 parameters.
+  /// The kind of masters of half and bfloat16 parameters that steps and load() create. A parameter
+  /// that has a master keeps it.
   TORCH_ARG(MasterWeights, master_weights) = MasterWeights::kAuto;
   /// Dtype of the moments that steps and load() create: kFloat or kBFloat16.
   TORCH_ARG(at::ScalarType, state_dtype) = at::kFloat;
@@ -126,12 +127,13 @@ struct AMPFUSE_API AdamParamState : torch::optim::OptimizerCloneableParamState<A
 /// and may be changed between steps. A group's own options are not merged with the optimizer's:
 /// they replace all of them.
 ///
-/// A master is created at its parameter's first step. If other code writes the parameter later
-/// (loading a model, averaging), a float master adopts the written elements. Writes that increase
-/// the parameter's version counter or give it other memory are detected, with a warning the first
-/// time: write under torch::NoGradGuard, not through data(). Of other writes, a GPU detects those
-/// that change 128 adjacent elements, since the step compares one element in 128; a CPU detects
-/// all.
+/// A master is created at its parameter's first step. Between steps a model may be converted from
+/// float to half or bfloat16. If it is converted to float or double, the next step throws. If other
+/// code writes the parameter later (loading a model, averaging), a float master adopts the written
+/// elements. Writes that increase the parameter's version counter or give it other memory are
+/// detected, with a warning the first time: write under torch::NoGradGuard, not through data(). Of
+/// other writes, a GPU detects those that change 128 adjacent elements, since the step compares one
+/// element in 128; a CPU detects all.
 ///
 /// Throws c10::Error before anything is written: for options out of range or of another class, and,
 /// with the parameter and its group in the message, for sparse gradients, for gradients of another
