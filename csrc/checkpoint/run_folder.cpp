@@ -143,17 +143,17 @@ void Writing::finish(std::optional<int64_t> keep) {
   flush(unfinished_);
   fs::rename(unfinished_, path());
   flush(run_);
-  std::vector<fs::path> others;
+  std::vector<fs::path> earlier;  // those of later steps stay: another run has saved them
   for (const auto& [name, other] : folders_of(run_)) {
     if (name == name_ || !fs::exists(other / kIndex)) continue;
     if (name.step == name_.step) {
       remove_folder(other);
-    } else {
-      others.push_back(other);
+    } else if (name.step < name_.step) {
+      earlier.push_back(other);
     }
   }
-  const auto old = keep ? static_cast<int64_t>(others.size()) - (*keep - 1) : 0;
-  for (int64_t i = 0; i < old; ++i) remove_folder(others[static_cast<size_t>(i)]);
+  const auto old = keep ? static_cast<int64_t>(earlier.size()) - (*keep - 1) : 0;
+  for (int64_t i = 0; i < old; ++i) remove_folder(earlier[static_cast<size_t>(i)]);
   const auto newest = latest_of(run_);
   if (newest != path()) {
     TORCH_WARN("save: ", name_.text(), " is not the latest checkpoint, which is ", newest->string(),

@@ -255,6 +255,8 @@ TEST_CASE("old checkpoints are removed, and unfinished ones", "[checkpoint]") {
   checkpoint::save(folder.path, 3, {{"model", model}}, options);
   CHECK(folder.names() == std::vector<std::string>{"step-00000002", "step-00000003.1"});
   CHECK(checkpoint::latest(folder.path) == folder.path / "step-00000003.1");
+  checkpoint::save(folder.path, 1, {{"model", model}}, checkpoint::SaveOptions().keep(1));
+  CHECK(checkpoint::latest(folder.path) == folder.path / "step-00000003.1");
   CHECK_FALSE(checkpoint::latest(folder.path / "nothing"));
   CHECK_THAT(error_of([&] { checkpoint::load(folder.path / "nothing", {}); }),
              ContainsSubstring("there is no complete checkpoint here"));

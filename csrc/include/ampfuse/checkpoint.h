@@ -113,7 +113,8 @@ struct SaveOptions {
   TORCH_ARG(bool, rng) = true;
   /// Store the gradients of models, for a save between two micro-batches.
   TORCH_ARG(bool, gradients) = false;
-  /// Remove older checkpoints of the run, so that this many are left. By default all are kept.
+  /// Remove checkpoints of earlier steps, so that this many are left, with the new one. Those of
+  /// later steps stay. By default all are kept.
   TORCH_ARG(std::optional<int64_t>, keep);
 };
 

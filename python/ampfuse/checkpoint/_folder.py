@@ -152,16 +152,17 @@ def free_name(folder: Path, step: int) -> Path:
 
 
 def remove_others(path: Path, keep: int | None) -> None:
-    """Remove the other complete checkpoints of this step, and old ones of other steps.
+    """Remove the other complete checkpoints of this step, and old ones of earlier steps.
 
-    Those of the `keep` - 1 highest other steps stay, or all if `keep` is None.
+    Of earlier steps the `keep` - 1 highest stay, or all if `keep` is None. Those of later steps
+    stay, too: another run has saved them.
     """
     step = numbers_of(path)[0]
-    every = [other for other in checkpoints(path.parent) if other != path]
-    others = [other for other in every if numbers_of(other)[0] != step]
-    stay = others if keep is None else others[max(len(others) - (keep - 1), 0) :]
-    for other in every:
-        if other not in stay:
+    others = [other for other in checkpoints(path.parent) if other != path]
+    earlier = [other for other in others if numbers_of(other)[0] < step]
+    old = [] if keep is None else earlier[: max(len(earlier) - (keep - 1), 0)]
+    for other in others:
+        if other in old or numbers_of(other)[0] == step:
             remove(other)
 
 

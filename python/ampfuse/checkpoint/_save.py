@@ -96,8 +96,8 @@ def save(
             of rank 0.
         rng: Store the states of the random number generators of Python, NumPy and torch.
         gradients: Store the gradients of models, too, for a save between two micro-batches.
-        keep: Number of checkpoints that are left: this one and the others with the highest steps;
-            None keeps all.
+        keep: Number of checkpoints that are left: this one and those of the highest earlier steps.
+            Checkpoints of later steps, which another run has saved, stay. None keeps all.
         background: Return when all tensors are copied, and write in a thread. The next save waits
             for it. An error is printed, and raised by `wait()` of the result.
         **objects: What has a `state_dict` and `load_state_dict`, by any name, for example `model=`,
