@@ -226,6 +226,9 @@ for i in range(60):
 too_high = torch.amp.GradScaler("cpu", 2.0**125, growth_interval=1)
 for _ in range(60):
     step(too_high, 2.0**40)
+falling = torch.amp.GradScaler("cpu", 1024.0)
+for i in range(260):
+    step(falling, inf if i % 12 == 11 else 1.0)
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
 """
 
@@ -240,13 +243,14 @@ def skips(tmp_path_factory):
 
 
 def test_hints_about_skipped_steps_state_only_what_has_happened(skips):
-    compiled, constant, bad_batches, too_high = skips["hints"]
+    compiled, constant, bad_batches, too_high, falling = skips["hints"]
     assert compiled.startswith("Calls inside torch.compile are not counted")
     assert constant.startswith("The last 10 steps were skipped, and the loss scale is now 64: ")
     assert "gradients are not finite at any scale" in constant
     many = "6 of the last 30 steps were skipped, at scales that were not too high"
     assert bad_batches.startswith(many)
     assert "most of them after the scale had grown" in too_high
+    assert falling.startswith("The loss scale has fallen to 0.000488: ")
 
 
 def test_report_counts_the_steps_of_a_scaler_since_it_was_loaded(skips):

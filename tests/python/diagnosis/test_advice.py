@@ -150,6 +150,11 @@ def test_parts_of_one_line_are_added_up():
     assert hint.startswith("60% of the time passes outside of forward, backward and optimizer at")
 
 
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "update"])
+def test_lines_that_training_needs_are_not_called_superfluous(call):
+    assert hints([], [line(OTHER, call, 0.6)], other=60.0, forward=40.0) == []
+
+
 def test_limit_of_a_container_counts(monkeypatch):
     monkeypatch.undo()  # of the cores above
     monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: range(64))

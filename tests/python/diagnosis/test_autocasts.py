@@ -34,7 +34,8 @@ def test_autocast_for_a_gpu_that_is_missing_is_described(made, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float16, 1), (torch.bfloat16, 0)])
 def test_float16_without_a_scaler_is_noticed(made, monkeypatch, dtype, expected):
-    monkeypatch.setattr(autocasts, "time_product", lambda dtype: 1.0)
+    for name in ("time_product", "time_convolution"):
+        monkeypatch.setattr(autocasts, name, lambda dtype: 1.0)
     with torch.no_grad():
         torch.autocast("cpu", dtype)
     assert [*made.explain_float16(has_scaler=False)] == []
@@ -46,9 +47,13 @@ def test_float16_without_a_scaler_is_noticed(made, monkeypatch, dtype, expected)
 @pytest.mark.parametrize(
     ("bfloat16", "float32", "is_slow"), [(1.0, 5.0, True), (1.0, 10.0, False), (9.0, 1.0, False)]
 )
-def test_cpu_that_is_slow_in_float16_is_noticed(made, monkeypatch, bfloat16, float32, is_slow):
+@pytest.mark.parametrize("is_product", [True, False])
+def test_cpu_that_is_slow_in_float16_is_noticed(
+    made, monkeypatch, is_product, bfloat16, float32, is_slow
+):
     times = {torch.float16: 15.0, torch.bfloat16: bfloat16, torch.float32: float32}
-    monkeypatch.setattr(autocasts, "time_product", times.__getitem__)
+    monkeypatch.setattr(autocasts, "time_product", times.__getitem__ if is_product else lambda _: 1)
+    monkeypatch.setattr(autocasts, "time_convolution", times.__getitem__)
     assert [*made.explain_float16(has_scaler=True)] == []  # it is not used
     torch.autocast("cpu", torch.float16)
     hints = [*made.explain_float16(has_scaler=True)]

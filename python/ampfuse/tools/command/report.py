@@ -25,6 +25,7 @@ ONLY_SCALES = (
     "scaler.step(optimizer) instead, and then scaler.update()."
 )
 MANY_SKIPS = 0.1  # of the updates
+FAR = 2**10  # the factor by which a scale has fallen far
 COMPILED = "Calls inside torch.compile are not counted; scalers count their steps there, too."
 
 
@@ -122,6 +123,12 @@ def _hints(scaler: dict[str, Any]) -> Iterable[str]:
             f"that are not finite. {report}"
         )
         yield f"{len(grown)} of the last {len(pairs)} steps were skipped, {reason}"
+    elif history and scaler["scale"] < min(1, history[0][0] / FAR):
+        yield (
+            f"The loss scale has fallen to {scaler['scale']:.3g}: it is halved more often than it "
+            "grows, and below 1 it makes small gradients zero. Some batches have gradients that "
+            f"are not finite. {report}"
+        )
 
 
 def _peak_memory() -> dict[str, int]:

@@ -22,6 +22,7 @@ WORTH_A_HINT = 0.1  # of the time
 LEAST_WAIT = 2.0  # ms; a worker takes about 1 ms to send a batch
 WAITS = ("item", "tolist", "cpu", "synchronize")  # functions in which the host waits for a GPU
 COPIES = ("to", "cuda", "copy_")
+NEEDED = ("clip_grad_norm_", "step", "unscale_", "update")  # parts of a training step
 MANY_COMPILATIONS = 3
 LEAST_LOGITS = 2**20  # bytes
 FEW_CORES = 4
@@ -119,7 +120,7 @@ def explain_lines(lines: list[Line], other: float) -> Iterator[str]:
     others = []
     for line in lines:
         waits = uses_gpu() and line.place.call in WAITS
-        if line.phase == OTHER and not waits:
+        if line.phase == OTHER and not waits and line.place.call not in NEEDED:
             others.append(line)
         if line.phase == INPUT or line.share < WORTH_A_HINT:
             continue

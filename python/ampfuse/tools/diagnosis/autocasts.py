@@ -63,17 +63,23 @@ class Autocasts:
                 "scales its loss itself, gradients up to 2.98e-8 become 0: use "
                 "torch.amp.GradScaler, or bfloat16, which needs none."
             )
-        if ("cpu", torch.float16) in self.enabled:
+        if ("cpu", torch.float16) not in self.enabled:
+            return
+        for name, measure in (
+            ("a product of matrices", time_product),
+            ("a convolution, with its backward pass,", time_convolution),
+        ):
             float16, bfloat16, float32 = (
-                min(time_product(dtype) for _ in range(3))
+                min(measure(dtype) for _ in range(3))
                 for dtype in (torch.float16, torch.bfloat16, torch.float32)
             )
             if float16 > SLOW * max(bfloat16, float32):
                 yield (
-                    f"This CPU is slow in float16: a product of matrices takes "
-                    f"{float16 / bfloat16:.0f} times as long as in bfloat16. Use "
-                    'torch.autocast("cpu", torch.bfloat16), which needs no scaler.'
+                    f"This CPU is slow in float16: {name} takes {float16 / bfloat16:.0f} times as "
+                    'long as in bfloat16. Use torch.autocast("cpu", torch.bfloat16), which needs '
+                    "no scaler."
                 )
+                return
 
 
 def time_product(dtype: torch.dtype) -> float:
@@ -81,4 +87,14 @@ def time_product(dtype: torch.dtype) -> float:
     matrix = torch.ones(SIZE, SIZE, dtype=dtype)
     begin = perf_counter()
     torch.mm(matrix, matrix)
+    return perf_counter() - begin
+
+
+@torch.enable_grad()
+def time_convolution(dtype: torch.dtype) -> float:
+    """Return the seconds that a small convolution and its backward pass take on the CPU."""
+    images = torch.ones(8, 8, 16, 16, dtype=dtype, requires_grad=True)
+    filters = torch.ones(8, 8, 3, 3, dtype=dtype, requires_grad=True)
+    begin = perf_counter()
+    torch.autograd.grad(torch.conv2d(images, filters).sum(), [images, filters])
     return perf_counter() - begin
