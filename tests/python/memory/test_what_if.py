@@ -111,8 +111,9 @@ def test_change_saves_what_the_account_says(program, name):
     assert after.peak < before.peak
 
 
-def test_shards_take_their_part_of_the_model():
-    before = account_of()
+def test_shards_take_their_part_of_a_model_on_gpus():
+    assert not any(one.name.startswith("sharded") for one in account_of().savings)
+    before = account_of(device="cuda")
     (saving,) = (one for one in before.savings if one.name.startswith("sharded"))
     for kind in ("parameters", "moments"):
         assert saving.kinds[kind] == pytest.approx(before.kinds[kind] / 8, rel=1e-3)

@@ -156,6 +156,8 @@ def recomputed(record: Record, block: str) -> list[Allocation]:
 
 def sharded(record: Record) -> list[Allocation] | None:
     """Return the allocations if each GPU has one part of the model and of its optimizer."""
+    if not record.for_gpu:
+        return None
     return [
         replace(one, bytes=-(-one.bytes // GPUS))
         if one.kind in (Kind.PARAMETERS, Kind.MASTERS, Kind.GRADIENTS, Kind.MOMENTS)
