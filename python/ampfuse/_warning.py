@@ -20,7 +20,7 @@ def warn_caller(text: str) -> None:
 
 
 def warn_if_no_gpu(text: str) -> bool:
-    """Return True if autocast and scalers find no GPU, and then warn with this text of torch's."""
+    """Return True if there is no GPU for autocast and scalers, and warn with a text of torch's."""
     is_missing: bool = amp_definitely_not_available()  # type: ignore[no-untyped-call]
     if is_missing:
         warn_caller(text)

@@ -120,7 +120,7 @@ class DeviceScaler(TorchGradScaler):
         found_inf = torch.zeros_like(scale)
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, False)
         state["stage"] = OptState.UNSCALED
-        self._note_version(optimizer, state)
+        self._watch.note_unscaling(optimizer, state)
 
     def _signals(self, optimizer: Optimizer, state: dict[str, Any], found_inf: Tensor) -> Signals:
         """Return what is known about an optimizer's gradients, which may still be scaled."""
@@ -164,7 +164,9 @@ class DeviceScaler(TorchGradScaler):
                 norms=None if norm is None else norms,
                 **self.policy.options,
             )
-            self._look_for_other_steps()
+            self._watch.look_for_steps_after_unscaling(
+                self._per_optimizer_states.values(), self._history
+            )
         self._per_optimizer_states.clear()
         self._inspections.clear()
         if self.max_consecutive_skips is not None:
@@ -355,24 +357,6 @@ class DeviceScaler(TorchGradScaler):
         assert self._scale is not None
         grads = (param.grad for param in params_of(optimizer) if param.grad is not None)
         self._watch.note_scaled_gradients(grads, self._scale)
-
-    @eager_only
-    def _note_version(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Record how often a parameter was written before gradients were unscaled."""
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        param = next((param for param in params if param.grad is not None), None)
-        if param is not None and not param.is_inference():
-            state["version"] = param, param._version
-
-    @eager_only
-    def _look_for_other_steps(self) -> None:
-        """Check whether an optimizer has stepped by itself after `unscale_`."""
-        for state in self._per_optimizer_states.values():
-            param, version = state.get("version", (None, 0))
-            is_stepped = state["stage"] is OptState.STEPPED or is_capturing()
-            if param is not None and param._version != version and not is_stepped:
-                self._history.note_taken()
-                self._watch.note_unscaled_step(largest([*state["found_inf_per_device"].values()]))
 
     @eager_only
     def _look_for_second_clipping(self, optimizer: Optimizer) -> None:

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
-from ampfuse._graphs import eager_only
+from ampfuse._graphs import eager_only, is_capturing
 from ampfuse._host_copy import HostCopy
 from ampfuse._warning import warn_caller
+from ampfuse.gradients.devices import largest
 from ampfuse.gradients.shards import local
 
 STEPS_WATCHED = 3
@@ -85,7 +87,7 @@ class Watch:
         self._ignored_overflow = HostCopy()  # the flag of a step that the scaler did not take
         self._clipped: tuple[float, HostCopy, HostCopy] | None = None  # limit, norm and scale
         self._norms: list[tuple[float, HostCopy, HostCopy]] = []  # limits, scaled norms, scales
-        self.has_warned_of_overflow = False
+        self._has_warned_of_overflow = False
         self.has_reported = False  # True after a warning, or if all norms were right
         self.is_done = False  # True if gradients need not be looked at any more
         self.is_scale_known = False  # True if the program may divide by the scale
@@ -114,7 +116,7 @@ class Watch:
                 _first_steps.add(self)
         if self._steps == 0 and self._losses < LAST_LOSS and not history.has_stepped:
             self._losses += 1
-            self._look_for_other_steps(loss)
+            self._look_for_steps_without_scaler(loss)
 
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
@@ -123,7 +125,7 @@ class Watch:
         yield
         self.is_scale_known = was_known
 
-    def _look_for_other_steps(self, loss: Any) -> None:
+    def _look_for_steps_without_scaler(self, loss: Any) -> None:
         """Warn if all parameters of the loss are written by something else than the scaler."""
         if self._losses == FIRST_LOSS and isinstance(loss, Tensor):
             self._params = [(param, param._version) for param in leaves_of(loss)]
@@ -133,14 +135,35 @@ class Watch:
             if params and are_written and not self.is_scale_known:
                 warn_caller(NEVER_STEPPED.format(losses=LAST_LOSS))
 
-    def note_unscaled_step(self, found_inf: Tensor) -> None:
+    @eager_only
+    def note_unscaling(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Record in the scaler's `state` how often a parameter was written before its step."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        param = next((param for param in params if param.grad is not None), None)
+        if param is not None and not param.is_inference():
+            state["version"] = param, param._version
+
+    @eager_only
+    def look_for_steps_after_unscaling(
+        self, states: Iterable[dict[str, Any]], history: Any
+    ) -> None:
+        """Record steps that optimizers have taken by themselves after `unscale_` as taken."""
+        for state in states:
+            if "version" not in state or state["stage"] is OptState.STEPPED or is_capturing():
+                continue
+            param, version = state["version"]
+            if param._version != version:
+                history.note_taken()
+                self._note_ignored_flag(largest([*state["found_inf_per_device"].values()]))
+
+    def _note_ignored_flag(self, found_inf: Tensor) -> None:
         """Warn if an optimizer has stepped by itself after `unscale_` has set this flag."""
-        if self.has_warned_of_overflow or not has_number(found_inf):
+        if self._has_warned_of_overflow or not has_number(found_inf):
             return
         if self._ignored_overflow.is_unsent() or self._ignored_overflow.number() == 0:
             self._ignored_overflow.send(found_inf)
         if self._ignored_overflow.number():
-            self.has_warned_of_overflow = True
+            self._has_warned_of_overflow = True
             warn_caller(STEPPED_IN_SPITE)
 
     def note_scaled_gradients(self, grads: Iterable[Tensor], scale: Tensor) -> None:
