@@ -36,9 +36,10 @@ def accumulate(
     Args:
         step: `step(micro_batch, denominator)` returns the loss of a micro-batch, which is a sum
             divided by `denominator`. ampfuse's losses take `denominator=`; with other losses,
-            divide the sum yourself. A mean is wrong, divided by the denominator or not. A function
-            that does not use its second argument is warned of, and so is a mean of torch's losses;
-            other means are not noticed. `step` neither scales the loss nor calls `backward`.
+            divide the sum yourself. A mean is wrong, even if it is divided by the denominator. A
+            warning names a function that does not use its second argument, and a mean of torch's
+            losses. Other means are not noticed. `step` neither scales the loss nor calls
+            `backward`.
         micro_batches: At least one, on each rank.
         count: Returns the number, or the total weight, of the targets whose losses are added up in
             a micro-batch. By default a micro-batch is a pair of inputs and integer targets, of
