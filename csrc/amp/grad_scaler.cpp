@@ -15,7 +15,7 @@
 
 #include <typeinfo>
 
-#include "../ops/fused_adam.h"
+#include "../ops/fused_step.h"
 #include "../tensors/capture.h"
 #include "../tensors/device_scalars.h"
 #include "scale_policy.h"

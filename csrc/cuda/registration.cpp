@@ -3,7 +3,9 @@
 #include "../ops/registration.h"
 
 #include "../ops/cross_entropy_kernels.h"
-#include "../ops/fused_adam_kernels.h"
+#include "../ops/fused_adam.h"
+#include "../ops/fused_sgd.h"
+#include "../ops/fused_step_kernels.h"
 #include "../ops/linear_cross_entropy_kernels.h"
 #include "../ops/multi_tensor_clip.h"
 #include "../ops/multi_tensor_unscale.h"
@@ -13,7 +15,8 @@ namespace ampfuse {
 
 AMPFUSE_KERNELS(CUDA, m) {
   register_cross_entropy<kCrossEntropyCuda>(m);
-  register_fused_adam<fused_adam_cuda>(m);
+  register_fused_step<fused_adam_arguments, fused_adam_cuda>(m, "fused_adam");
+  register_fused_step<fused_sgd_arguments, fused_sgd_cuda>(m, "fused_sgd");
   register_linear_cross_entropy<kByChunk<kCrossEntropyCuda, kVocabShardsCuda>>(m);
   m.impl("multi_tensor_clip", multi_tensor_clip_cuda);
   m.impl("multi_tensor_norm", multi_tensor_norm_cuda);

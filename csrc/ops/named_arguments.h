@@ -1,5 +1,6 @@
 // Kernels of operators with many arguments read them by name, and callers pass them by name. So
-// only two things depend on their order: the schema, and fused_adam(), which passes them in order.
+// only two things depend on their order: the schema, and functions as fused_adam(), which pass them
+// in order.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -21,6 +21,8 @@ inline constexpr OperatorEntry kOperators[] = {
     {"cross_entropy_rescale_", AutogradOf::kMutating},
     {"fused_adam", AutogradOf::kMutating},
     {"fused_adam.write_back_grads", AutogradOf::kMutating},
+    {"fused_sgd", AutogradOf::kMutating},
+    {"fused_sgd.write_back_grads", AutogradOf::kMutating},
     {"linear_cross_entropy_backward", AutogradOf::kOwn},
     {"linear_cross_entropy_forward", AutogradOf::kOwn},
     {"multi_tensor_clip", AutogradOf::kMutating},

@@ -96,6 +96,7 @@ def _verdict(device: str) -> str:
         stepped = torch.nn.Parameter(torch.ones(2, device=device, dtype=torch.bfloat16))
         stepped.grad = torch.ones_like(stepped)
         ampfuse.AdamW([stepped], lr=0.25, weight_decay=0.0).step()
+        ampfuse.ops.fused_sgd([stepped.detach()], [stepped.grad], lr=torch.tensor(0.25))
         scaler = ampfuse.GradScaler(device, 4.0, growth_interval=1)
         scaler.scale(flag)
         scaler.unscale_(torch.optim.SGD([stepped], lr=1.0))
@@ -110,10 +111,10 @@ def _verdict(device: str) -> str:
     except RuntimeError as error:
         return f"no: {str(error).splitlines()[0]}"
     right = norm.item() == 5.0 and halved.item() == 1.25 and abs(grads[0].norm().item() - 1) < 1e-5
-    right = right and stepped.tolist() == [0.75, 0.75] and scaler.get_scale() == 8.0
+    right = right and stepped.tolist() == [0.5, 0.5] and scaler.get_scale() == 8.0
     right = right and grad.tolist() == [[-0.5, 0.5]] and of_hidden.tolist() == [[1.0]]
-    names = "norm, unscale, unscale_norm, clip, fused_adam, update_scale, cross_entropy, "
-    names += "linear_cross_entropy"
+    names = "norm, unscale, unscale_norm, clip, fused_adam, fused_sgd, update_scale, "
+    names += "cross_entropy, linear_cross_entropy"
     return names if right else "no: the results are wrong"
 
 

@@ -2,72 +2,36 @@
 // error of the same operations in the arithmetic of the kernel.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 
-#include "adam_on_host.h"
+#include "bounded.h"
+#include "step_on_host.h"
 
-// The exact result of a computation and a bound on the error of the same computation in `type`.
-// Every operation propagates the errors of its operands and adds its own rounding, half an ulp of
-// the result (running error analysis). So tolerances follow from the formulae, even if terms
-// cancel.
-struct Bounded {
-  long double value;
-  Type type;
-  long double error = 0;
-
-  // Adds the rounding to the nearest number of `type` to `error`, the bound before rounding.
-  static Bounded rounded(Type type, long double value, long double error = 0) {
-    const long double unit = std::ldexp(1.0L, -format_of(type).digits);
-    return {value, type, error + unit * (std::fabs(value) + error) + last_place(type, 0) / 2};
-  }
-
-  Bounded in(Type other) const { return rounded(other, value, error); }
-  bool admits(long double x) const { return std::fabs(x - value) <= error; }
-
-  friend Bounded operator+(const Bounded& a, const Bounded& b) {
-    return rounded(a.type, a.value + b.value, a.error + b.error);
-  }
-  friend Bounded operator-(const Bounded& a, const Bounded& b) {
-    return rounded(a.type, a.value - b.value, a.error + b.error);
-  }
-  friend Bounded operator*(const Bounded& a, const Bounded& b) {
-    return rounded(a.type, a.value * b.value,
-                   std::fabs(a.value) * b.error + std::fabs(b.value) * a.error + a.error * b.error);
-  }
-  friend Bounded operator/(const Bounded& a, const Bounded& b) {
-    const long double quotient = a.value / b.value;
-    return rounded(a.type, quotient,
-                   (a.error + std::fabs(quotient) * b.error) / (std::fabs(b.value) - b.error));
-  }
-  // |√(a+e) − √a| = |e| / (√(a+e) + √a), at most |e| / √a.
-  friend Bounded sqrt(const Bounded& a) {
-    const long double root = std::sqrt(a.value);
-    return rounded(a.type, root, a.error / root);
-  }
-  friend Bounded larger(const Bounded& a, const Bounded& b) {
-    return {std::max(a.value, b.value), a.type, std::max(a.error, b.error)};
-  }
+struct BoundedElement {
+  Bounded param;
+  Bounded exp_avg;
+  Bounded exp_avg_sq;
+  Bounded max_exp_avg_sq;
 };
-
-using BoundedElement = ampfuse::math::AdamElement<Bounded>;
 
 // Values that depend only on the step are computed in double and then rounded to the type of the
 // arithmetic, as torch computes them on the host.
 class AdamReference {
  public:
   // `step` includes this step. Gradients are multiplied by `grad_factor`.
-  AdamReference(Type type, const AdamOptions& options, double lr, double step, double grad_factor)
-      : type_(type),
+  AdamReference(const StepKind& kind, const AdamStepOptions& options, double lr, double step,
+                double grad_factor)
+      : type_(arithmetic_of(kind.param)),
+        amsgrad_(kind.moments == 3),
         options_(options),
-        step_size_((Bounded{lr, kDouble} / correction(options.beta1, step)).in(type)),
-        root2_(sqrt(correction(options.beta2, step)).in(type)),
-        decay_((Bounded{lr, kDouble} * Bounded{options.weight_decay, kDouble}).in(type)),
+        step_size_((Bounded{lr, kDouble} / correction(options.beta1, step)).in(type_)),
+        root2_(sqrt(correction(options.beta2, step)).in(type_)),
+        decay_((Bounded{lr, kDouble} * Bounded{options.weight_decay, kDouble}).in(type_)),
         grad_factor_(constant(grad_factor)) {}
 
   BoundedElement operator()(BoundedElement x, Bounded grad) const {
     grad = grad * grad_factor_;
-    if (options_.maximize) grad.value = -grad.value;
+    if (options_.step.maximize) grad.value = -grad.value;
     if (options_.decoupled) {
       x.param = x.param - decay_ * x.param;
     } else {
@@ -77,7 +41,7 @@ class AdamReference {
     x.exp_avg_sq =
         constant(options_.beta2) * x.exp_avg_sq + constant(1 - options_.beta2) * grad * grad;
     x.max_exp_avg_sq = larger(x.max_exp_avg_sq, x.exp_avg_sq);
-    const Bounded spread = options_.amsgrad ? x.max_exp_avg_sq : x.exp_avg_sq;
+    const Bounded spread = amsgrad_ ? x.max_exp_avg_sq : x.exp_avg_sq;
     const Bounded denominator = sqrt(spread) / root2_ + constant(options_.eps);
     x.param = x.param - step_size_ * (x.exp_avg / denominator);
     return x;
@@ -94,37 +58,38 @@ class AdamReference {
   }
 
   Type type_;
-  AdamOptions options_;
+  bool amsgrad_;
+  AdamStepOptions options_;
   Bounded step_size_;
   Bounded root2_;
   Bounded decay_;
   Bounded grad_factor_;
 };
 
-using Misses = std::array<int, kAdamColumns>;
+using Misses = std::array<int, kMostColumns>;
 
 // Returns the number of elements of each column outside the reference's bounds, which include the
 // rounding to the column's type.
-inline Misses misses(const FakeAdamTensors& before, const FakeAdamTensors& after,
-                     const AdamOptions& options, double lr, double grad_factor) {
+inline Misses misses(const FakeStepTensors& before, const FakeStepTensors& after,
+                     const AdamStepOptions& options, double lr, double grad_factor) {
   Misses misses = {};
   for (size_t t = 0; t < before.size(); ++t) {
-    const FakeAdamTensor& from = before[t];
-    const FakeAdamTensor& to = after[t];
-    const AdamKind& kind = from.kind;
+    const FakeStepTensor& from = before[t];
+    const FakeStepTensor& to = after[t];
+    const StepKind& kind = from.kind;
     const Type type = arithmetic_of(kind.param);
-    const AdamReference reference(type, options, lr, from.steps_taken + 1.0, grad_factor);
+    const AdamReference reference(kind, options, lr, from.steps_taken + 1.0, grad_factor);
     const auto compare = [&](int column, const Bounded& expected, double actual) {
       misses[column] += !expected.admits(actual);
     };
     for (int64_t i = 0; i < from.size; ++i) {
-      const Bounded largest = {kind.amsgrad ? from[kMaxExpAvgSq][i] : 0, type};
+      const Bounded largest = {kind.moments == 3 ? from[kMaxExpAvgSq][i] : 0, type};
       const BoundedElement x = reference(
           {{from.number(i), type}, {from[kExpAvg][i], type}, {from[kExpAvgSq][i], type}, largest},
           {from[kGrad][i], type});
       compare(kExpAvg, x.exp_avg.in(kind.state), to[kExpAvg][i]);
       compare(kExpAvgSq, x.exp_avg_sq.in(kind.state), to[kExpAvgSq][i]);
-      if (kind.amsgrad) {
+      if (kind.moments == 3) {
         compare(kMaxExpAvgSq, x.max_exp_avg_sq.in(kind.state), to[kMaxExpAvgSq][i]);
       }
       const bool has_master = kind.master != Master::kNone;

@@ -1,8 +1,8 @@
 // Parameters that are stepped with more bits than the model has: fp32 masters and remainders.
 #include <algorithm>
 
-#include "adam_on_host.h"
 #include "catch.h"
+#include "step_on_host.h"
 
 using ampfuse::math::join_float;
 using ampfuse::math::split_float;
@@ -22,10 +22,10 @@ float as_bfloat16(uint16_t upper) {
   return from_bits(uint32_t{upper} << 16);
 }
 
-FakeAdamTensors list_of(const AdamKind& kind, std::initializer_list<int64_t> sizes) {
-  FakeAdamTensors tensors;
+FakeStepTensors list_of(const StepKind& kind, std::initializer_list<int64_t> sizes) {
+  FakeStepTensors tensors;
   for (const int64_t size : sizes) {
-    tensors.push_back(random_adam_tensor(kind, size, 0, {}, static_cast<uint32_t>(size)));
+    tensors.push_back(random_step_tensor(kind, size, 0, {}, static_cast<uint32_t>(size)));
   }
   return tensors;
 }
@@ -33,14 +33,13 @@ FakeAdamTensors list_of(const AdamKind& kind, std::initializer_list<int64_t> siz
 // Returns tensors after five steps with gradients that every type has. If `aggressive`, updates are
 // large: lr is 1 and betas are (0.1, 0.25). Otherwise lr and betas are AdamW's defaults. Some
 // parameters are extreme.
-FakeAdamTensors trained(const AdamKind& kind, bool aggressive) {
-  AdamOptions options = adamw_options();
-  options.amsgrad = kind.amsgrad;
+FakeStepTensors trained(const StepKind& kind, bool aggressive) {
+  AdamStepOptions options = adamw_options();
   if (aggressive) {
     options.beta1 = 0.1;
     options.beta2 = 0.25;
   }
-  FakeAdamTensors tensors = list_of(kind, {1, 130, 2053});
+  FakeStepTensors tensors = list_of(kind, {1, 130, 2053});
   const float extremes[] = {std::numeric_limits<float>::infinity(),
                             -std::numeric_limits<float>::infinity(),
                             std::numeric_limits<float>::quiet_NaN(),
@@ -51,7 +50,7 @@ FakeAdamTensors trained(const AdamKind& kind, bool aggressive) {
   int64_t index = 0;
   for (const float extreme : extremes) tensors[1].set_number(index++, extreme);
   for (uint32_t step = 0; step < 5; ++step) {
-    for (FakeAdamTensor& tensor : tensors) {
+    for (FakeStepTensor& tensor : tensors) {
       const Numbers rounded(kBFloat16, tensor.size);
       rounded.fill(random_values(tensor.size, 100 + step));
       const Numbers again(kHalf, tensor.size);
@@ -75,10 +74,11 @@ constexpr uint16_t kEdges[] = {0x0000, 0x0001, 0x007f, 0x0080, 0x3f7f, 0x3f80, 0
 
 TEST_CASE("masters and remainders step to the bits of fp32 parameters") {
   const bool aggressive = GENERATE(true, false);
-  for (const AdamKind& kind : {kBFloat16WithMaster, kHalfWithMaster, kWithRemainder}) {
-    const FakeAdamTensors plain = trained(kind.amsgrad ? kFloatsWithAmsgrad : kFloats, aggressive);
+  for (const StepKind& kind : {kBFloat16WithMaster, kHalfWithMaster, kWithRemainder}) {
+    const FakeStepTensors plain =
+        trained(kind.moments == 3 ? kFloatsWithAmsgrad : kFloats, aggressive);
     simt::for_each_schedule([&] {
-      const FakeAdamTensors tensors = trained(kind, aggressive);
+      const FakeStepTensors tensors = trained(kind, aggressive);
       for (size_t t = 0; t < plain.size(); ++t) {
         int misses = 0;
         for (int64_t i = 0; i < plain[t].size; ++i) {
@@ -99,8 +99,8 @@ TEST_CASE("masters and remainders step to the bits of fp32 parameters") {
 }
 
 TEST_CASE("a step with masters does not depend on the old parameters") {
-  FakeAdamTensors tensors = list_of(kBFloat16WithMaster, {131});
-  FakeAdamTensors stale = list_of(kBFloat16WithMaster, {131});
+  FakeStepTensors tensors = list_of(kBFloat16WithMaster, {131});
+  FakeStepTensors stale = list_of(kBFloat16WithMaster, {131});
   stale[0][kParam].multiply(NAN);
   step_on_host(tensors, adamw_options(), signals_with_lr(0.01));
   step_on_host(stale, adamw_options(), signals_with_lr(0.01));
@@ -108,13 +108,13 @@ TEST_CASE("a step with masters does not depend on the old parameters") {
 }
 
 TEST_CASE("masters adopt written parameters and keep elements that were not written") {
-  AdamOptions options = adamw_options();
+  AdamStepOptions options = adamw_options();
   options.weight_decay = 0;
-  options.adopt_params = true;
-  for (const AdamKind& kind : {kBFloat16WithMaster, kHalfWithMaster}) {
+  options.step.adopt_params = true;
+  for (const StepKind& kind : {kBFloat16WithMaster, kHalfWithMaster}) {
     simt::for_each_schedule([&] {
-      FakeAdamTensors tensors = list_of(kind, {1, 5, 128, 2048, 2049, 8191});
-      FakeAdamTensors expected = list_of(kind, {1, 5, 128, 2048, 2049, 8191});
+      FakeStepTensors tensors = list_of(kind, {1, 5, 128, 2048, 2049, 8191});
+      FakeStepTensors expected = list_of(kind, {1, 5, 128, 2048, 2049, 8191});
       for (size_t t = 0; t < tensors.size(); ++t) {
         // All of the second chunk is written, the last of the third, and the start of other chunks.
         for (int64_t i = 0; i < tensors[t].size; ++i) {
@@ -135,12 +135,12 @@ TEST_CASE("masters adopt written parameters and keep elements that were not writ
 }
 
 TEST_CASE("adopt_params does not change the step of parameters that were not written") {
-  AdamOptions options = adamw_options();
+  AdamStepOptions options = adamw_options();
   std::vector<std::string> results;
   for (const bool adopt : {false, true}) {
-    options.adopt_params = adopt;
+    options.step.adopt_params = adopt;
     // These include NaN and infinities.
-    FakeAdamTensors tensors = trained(kBFloat16WithMaster, /*aggressive=*/true);
+    FakeStepTensors tensors = trained(kBFloat16WithMaster, /*aggressive=*/true);
     step_on_host(tensors, options, signals_with_lr(0.01));
     results.push_back(bits_of(tensors));
   }
@@ -148,13 +148,13 @@ TEST_CASE("adopt_params does not change the step of parameters that were not wri
 }
 
 TEST_CASE("a skipped step does not adopt written parameters") {
-  AdamOptions options = adamw_options();
-  options.adopt_params = true;
-  FakeAdamTensors tensors = list_of(kBFloat16WithMaster, {131});
+  AdamStepOptions options = adamw_options();
+  options.step.adopt_params = true;
+  FakeStepTensors tensors = list_of(kBFloat16WithMaster, {131});
   for (int64_t i = 0; i < 131; ++i) tensors[0][kParam].set(i, 9);
   const std::string before = bits_of(tensors);
   const float found_inf = 1;
-  AdamSignals signals = signals_with_lr(0.01);
+  StepSignals signals = signals_with_lr(0.01);
   signals.found_inf = &found_inf;
   step_on_host(tensors, options, signals);
   CHECK((bits_of(tensors) == before));

@@ -6,10 +6,17 @@ FAULTS = [
     # --- arithmetic ---
     Fault(
         "A parameter with a remainder becomes NaN if other code sets it to zero or infinity.",
-        "csrc/math/fused_adam_remainder.h",
+        "csrc/math/split_float.h",
         "return __builtin_bit_cast(float, is_nan_pattern(joined) && !is_nan ? upper : joined);",
         "return __builtin_bit_cast(float, joined);",
-        "tests/python/ops tests/python/optim test_cpp test_fused_adam",
+        "tests/python/ops tests/python/optim test_cpp test_fused_step",
+    ),
+    Fault(
+        "The momentum of SGD does not start with the first gradient but with a part of it.",
+        "csrc/math/fused_sgd.h",
+        "return {static_cast<acc_t>(lr), count == 1};",
+        "return {static_cast<acc_t>(lr), false};",
+        "tests/python/ops tests/python/optim test_cpp test_fused_step",
     ),
     Fault(
         "The norm of tiny elements is taken from squares that have underflowed in part.",
@@ -46,7 +53,7 @@ FAULTS = [
         "csrc/math/multi_tensor_clip.h",
         "return factor > 1 ? 1 : factor;",
         "return factor < 1 ? factor : 1;",
-        "tests/python/ops tests/python/optim test_cpp test_multi_tensor test_fused_adam",
+        "tests/python/ops tests/python/optim test_cpp test_multi_tensor test_fused_step",
     ),
     # --- operators and classes for the CPU ---
     Fault(
@@ -68,10 +75,9 @@ FAULTS = [
     ),
     Fault(
         "The maximum of amsgrad is not stored if moments are bfloat16.",
-        "csrc/cpu/vec/fused_adam.cpp",
-        "    store(arrays.exp_avg_sq, spans[math::kExpAvgSq], count);\n"
-        "    store(arrays.max_exp_avg_sq, spans[math::kMaxExpAvgSq], count);\n",
-        "    store(arrays.exp_avg_sq, spans[math::kExpAvgSq], count);\n",
+        "csrc/cpu/vec/fused_step_blocks.h",
+        "    for (int m = 0; m < chunk.moments; ++m) {\n      store(",
+        "    for (int m = 0; m < std::min(chunk.moments, 2); ++m) {\n      store(",
         "tests/python/ops tests/python/optim test_cpp",
     ),
     Fault(
@@ -136,10 +142,10 @@ FAULTS = [
     ),
     Fault(
         "A write to the end of a chunk of parameters is not adopted by their masters.",
-        "csrc/cuda/fused_adam.cuh",
+        "csrc/cuda/fused_step.cuh",
         "const int i = min(lane * kStride, size - 1);",
         "const int i = min(lane * kStride, (size - 1) / kStride * kStride);",
-        "test_fused_adam",
+        "test_fused_step",
     ),
     Fault(
         "Lanes overwrite the logits of a held row before others have read the target's logit.",

@@ -27,7 +27,8 @@
 /// - accumulate() adds up the gradients of micro-batches.
 /// - clip_grad_norm_() and get_total_norm() clip and measure gradients of other optimizers.
 /// - checkpoint::save() and checkpoint::load() write and read the files of Python's checkpoints.
-/// - multi_tensor_norm(), multi_tensor_unscale(), multi_tensor_clip(), fused_adam() and
+/// - multi_tensor_norm(), multi_tensor_unscale(), multi_tensor_clip(), fused_adam(), fused_sgd()
+/// and
 ///   update_scale() are the operators that the classes are made of.
 /// - build_info() and AMPFUSE_VERSION describe the library.
 ///
@@ -48,6 +49,7 @@
 #include <ampfuse/cross_entropy.h>
 #include <ampfuse/cross_entropy_loss.h>
 #include <ampfuse/fused_adam.h>
+#include <ampfuse/fused_sgd.h>
 #include <ampfuse/gate.h>
 #include <ampfuse/grad_scaler.h>
 #include <ampfuse/linear_cross_entropy.h>

@@ -12,9 +12,11 @@ from cross_entropy_samples import CROSS_ENTROPY_SAMPLES
 from linear_samples import LINEAR_KEYWORDS, LINEAR_SAMPLES
 from op_overloads import looks, overload
 from reference import REAL, heavy_tailed, scalar
+from sgd_reference import SETTINGS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+SGD_OPTIONS = SETTINGS[-1]  # with momentum
 LAYOUTS = {
     "contiguous": lambda x: x,
     "strided": lambda x: x[:, ::2],
@@ -38,6 +40,8 @@ OPCHECK_SAMPLES = {
     "multi_tensor_clip": lambda tensors, device: (tensors, scalar(5.0, device), 1.0),
     "fused_adam": lambda tensors, device: adam_columns(tensors),
     "fused_adam.write_back_grads": lambda tensors, device: adam_columns(tensors),
+    "fused_sgd": lambda tensors, device: sgd_columns(tensors),
+    "fused_sgd.write_back_grads": lambda tensors, device: sgd_columns(tensors),
     "update_scale": lambda tensors, device: (
         scalar(8.0, device),
         torch.zeros((), dtype=torch.int32, device=device),
@@ -58,10 +62,17 @@ def adam_columns(tensors):
     return tensors, [x.clone() for x in tensors], *moments, [], steps, []
 
 
+def sgd_columns(tensors):
+    params, grads, buffers, _, _, steps, masters = adam_columns(tensors)
+    return params, grads, buffers, steps, masters
+
+
 def keywords(op, device):
     """Return the keyword-only arguments of an op."""
     if op.startswith("fused_adam"):
         return OPTIONS | {"lr": scalar(1e-3, device)}
+    if op.startswith("fused_sgd"):
+        return SGD_OPTIONS | {"lr": scalar(1e-3, device)}
     return scale_reference.OPTIONS if op == "update_scale" else {}
 
 
@@ -154,7 +165,7 @@ def test_opcheck_passes_for_an_empty_list(op):
     + [(op, "contiguous") for op in LOSS_SAMPLES],
 )
 def test_fake_results_have_the_metadata_of_real_ones(device, op, layout):
-    has_complex_kernel = op in OPCHECK_SAMPLES and not op.startswith("fused_adam")
+    has_complex_kernel = op in OPCHECK_SAMPLES and not op.startswith("fused_")
     for dtype in [*REAL, torch.complex64] if has_complex_kernel else REAL:
         sample = sample_of(op, dtype, device, layout)
         with FakeTensorMode() as mode:

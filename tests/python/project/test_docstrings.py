@@ -27,11 +27,8 @@ def test_docstring_examples_give_the_results_that_they_show():
 
 
 def test_every_op_has_an_example_in_its_docstring():
-    ops = [
-        function
-        for name, function in inspect.getmembers(ampfuse.ops, inspect.isfunction)
-        if function.__module__ == "ampfuse.ops" and not name.startswith("_")
-    ]
+    public = [getattr(ampfuse.ops, name) for name in ampfuse.ops.__all__]
+    ops = [value for value in public if inspect.isfunction(value)]
     assert len(ops) > 5
     finder = doctest.DocTestParser()
     assert [op.__name__ for op in ops if not finder.get_examples(op.__doc__)] == []

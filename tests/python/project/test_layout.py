@@ -53,6 +53,7 @@ MAY_IMPORT = {
 SCALAR_TYPES = re.compile(r"torch/headeronly/|c10/util/(Half|BFloat16|complex)")
 
 MADE_OF_OTHERS = ["linear_cross_entropy"]  # of ATen's products and another operator's kernels
+STEPS = ["fused_adam", "fused_sgd"]  # their kernels are those of fused_step, for each one's rule
 
 
 def tracked(*patterns):
@@ -171,7 +172,7 @@ STEMS = [file.stem for file in OF_OPS if "AMPFUSE_OPERATORS(" in file.read_text(
 
 
 def test_every_kernel_for_meta_tensors_belongs_to_an_op():
-    extra = {file.stem for file in (CSRC / "meta").glob("*.cpp")} - {*STEMS}
+    extra = {file.stem for file in (CSRC / "meta").glob("*.cpp")} - {*STEMS, "fused_step"}
     assert_none(sorted(extra), "name the file by the op whose schema is in ops/")
 
 
@@ -179,9 +180,14 @@ def test_every_kernel_for_meta_tensors_belongs_to_an_op():
 def test_op_has_a_file_named_by_its_stem_in_each_layer_and_in_the_tests(stem):
     is_made_of_others = stem in MADE_OF_OTHERS
     layers = ("ops", "meta", "linear") if is_made_of_others else ("ops", "meta", "cpu")
+    if stem in STEPS:
+        layers = ("ops", "cpu/vec")
     expected = {f"csrc/{layer}/{stem}.cpp" for layer in layers}
-    if not is_made_of_others:
+    if stem in STEPS:
+        expected |= {f"csrc/cuda/{stem}.cu", f"csrc/math/{stem}.h"}
+    elif not is_made_of_others:
         expected |= {f"csrc/cuda/{stem}.cu", f"csrc/cuda/{stem}.cuh"}
+    if not is_made_of_others:
         expected.add(f"tests/cuda_host/test_{stem}.cpp")
     missing = sorted(name for name in expected if not (ROOT / name).exists())
     if not list((ROOT / "tests" / "python").glob(f"*/test_{stem}*.py")):

@@ -196,48 +196,53 @@ def test_kernels_of_lists_write_elements_back_16_bytes_at_a_time_or_not_at_all(c
 
 
 WIDTHS = {"float": 4, "c10::BFloat16": 2, "c10::Half": 2, "unsigned short": 2}
-ADAM = re.compile(r"AdamTypes<([\w: ]+), ([\w: ]+), ([\w: ]+), \(ampfuse::Master\)(\d), (\w+)>")
+STEP = re.compile(
+    r"StepTypes<ampfuse::math::\w+Rule, ([\w: ]+), ([\w: ]+), ([\w: ]+), "
+    r"\(ampfuse::Master\)(\d), (\d)>"
+)
 
 
-def adam_kernels(code):
-    """Yield each kernel with the columns that it reads and writes, and the elements per access.
+def step_kernels(code):
+    """Yield each kernel of an optimizer with the columns that it reads and writes, and its pack.
 
-    A column is given as bytes per element. Kernels of doubles are left out: they update elements
-    one by one.
+    A column is given as bytes per element, a pack as the elements per access. Kernels of doubles
+    are left out: they update elements one by one.
     """
     kernels = {
         name: body
-        for name, body in code.functions("fused_adam_kernel").items()
-        if "AdamTypesIddd" not in name
+        for name, body in code.functions("fused_step_kernel").items()
+        if "RuleEddd" not in name
     }
     names = "\n".join(kernels)
     done = subprocess.run(["c++filt"], input=names, capture_output=True, text=True, check=True)
     for (name, body), demangled in zip(kernels.items(), done.stdout.splitlines(), strict=True):
-        param, grad, state, master, amsgrad = ADAM.search(demangled).groups()
-        moments = [WIDTHS[state]] * (3 if amsgrad == "true" else 2)
+        param, grad, state, master, count = STEP.search(demangled).groups()
+        moments = [WIDTHS[state]] * int(count)
         of_master = {"0": [], "1": [4], "2": [2]}[master]
         of_param = [WIDTHS[param]]
         reads = [WIDTHS[grad], *moments, *of_master, *(of_param if master != "1" else [])]
         writes = [*moments, *of_master, *of_param]
-        yield name, body, reads, writes, 2 if amsgrad == "true" else 4
+        yield name, body, reads, writes, 2 if len(moments) == 3 else 4
 
 
-def test_adam_moves_each_column_in_one_access_of_4_elements_and_2_with_amsgrad(code):
-    for name, body, reads, writes, lot in adam_kernels(code):
+def test_steps_move_each_column_in_one_access_of_4_elements_and_2_with_three_moments(code):
+    for name, body, reads, writes, pack in step_kernels(code):
         for instruction, columns in (("LDG", reads), ("STG", writes)):
             for width in set(columns):
-                suffix = {4: "", 8: r"\.64", 16: r"\.128"}[width * lot]
+                suffix = {4: "", 8: r"\.64", 16: r"\.128"}[width * pack]
                 found = re.findall(rf"\b{instruction}\.E{suffix}(?![.\d])", body)
                 assert len(found) >= columns.count(width), (name, instruction, width)
 
 
-def test_adam_never_loads_a_16_bit_copy_of_its_masters(code):
+def test_steps_never_load_a_16_bit_copy_of_their_masters(code):
     looked_at = 0
-    for name, body, reads, _, lot in adam_kernels(code):
+    for name, body, (grad, *others), _, pack in step_kernels(code):
         # Gradients have 16 bits, masters and moments 32: only gradients take loads of 8 bytes.
-        if (reads, lot) != ([2, 4, 4, 4], 4):
+        if grad != 2 or {*others} != {4} or pack != 4:
             continue
         loads = [len(re.findall(rf"\bLDG\.E\.{bits}(?!\d)", body)) for bits in (64, 128)]
-        assert 3 * loads[0] == loads[1] > 0, name
+        assert len(others) * loads[0] == loads[1] > 0, name
         looked_at += 1
-    assert looked_at == 6  # fp16 and bf16 gradients; fp32 parameters, fp16 and bf16 copies
+    # fp16 and bf16 gradients; fp32 parameters, fp16 and bf16 copies; Adam, SGD without and with
+    # momentum
+    assert looked_at == 18

@@ -14,6 +14,7 @@ import ampfuse.checkpoint
 import torch
 import torch.distributed as dist
 from ampfuse.checkpoint import _save
+from ampfuse.optim import _step
 from distributed_steps import SCALE, adamw, local, loss_of, model
 from processes import SERVER
 from torch import Tensor
@@ -40,7 +41,7 @@ CALLS = {
     "flag": (dist, "all_reduce", 1),
     "norm": (dist, "all_reduce", 2),
     "decision": (dist, "all_reduce", 3),
-    "update": (ampfuse.ops, "fused_adam", 1),
+    "update": (_step, "step_columns", 1),
     "write": (_save, "write_files", 1),
 }
 

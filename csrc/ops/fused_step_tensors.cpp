@@ -1,4 +1,4 @@
-#include "fused_adam_tensors.h"
+#include "fused_step_tensors.h"
 
 #include <ATen/ops/empty_strided.h>
 
@@ -10,11 +10,11 @@ namespace ampfuse {
 namespace {
 
 template <typename Prefetch>
-void touch(const FusedAdamArguments& arguments, size_t t, const Prefetch& prefetch) {
-  for (int column = 0; column < math::kAdamColumns; ++column) {
+void touch(const FusedStepArguments& arguments, size_t t, const Prefetch& prefetch) {
+  for (int column = 0; column < math::kMostColumns; ++column) {
     if (arguments.has(column)) prefetch(arguments.tensor(column, t));
   }
-  prefetch(arguments.state_steps[t].toTensor());
+  if (arguments.has_steps()) prefetch(arguments.step(t));
 }
 
 // True if two dense tensors of one shape have their elements in the same order. The strides of
@@ -39,28 +39,33 @@ void* own_data(const at::Tensor& tensor, const at::Tensor& param) {
   return const_cast<void*>(tensor.const_data_ptr());
 }
 
-AdamTensor described(const FusedAdamArguments& arguments, size_t t) {
-  check_adam_tensor(arguments, t);
+StepTensor described(const FusedStepArguments& arguments, size_t t) {
+  check_step_tensor(arguments, t);
   const at::Tensor& param = arguments.tensor(math::kParam, t);
-  const at::Tensor& step = arguments.state_steps[t].toTensor();
-  const auto dtype_of = [&](int column) { return arguments.tensor(column, t).scalar_type(); };
-  AdamTensor tensor = {};
+  const auto dtype_of = [&](int column) {
+    return arguments.has(column) ? arguments.tensor(column, t).scalar_type()
+                                 : at::ScalarType::Undefined;
+  };
+  StepTensor tensor = {};
   tensor.size = param.numel();
-  tensor.dtypes = {
-      dtype_of(math::kParam), dtype_of(math::kGrad), dtype_of(math::kExpAvg),
-      arguments.has(math::kMaster) ? dtype_of(math::kMaster) : at::ScalarType::Undefined};
-  for (int column = 0; column < math::kAdamColumns; ++column) {
+  tensor.dtypes = {dtype_of(math::kParam), dtype_of(math::kGrad), dtype_of(math::kFirstMoment),
+                   dtype_of(math::kMaster)};
+  for (int column = 0; column < math::kMostColumns; ++column) {
     if (!arguments.has(column)) continue;
-    check_memory(kFusedAdam, adam_column_name(column), t, arguments.tensor(column, t));
+    check_memory(arguments.names->op, arguments.column_name(column), t,
+                 arguments.tensor(column, t));
     tensor.data[column] = own_data(arguments.tensor(column, t), param);
   }
-  check_memory(kFusedAdam, "state_steps", t, step);
-  tensor.step = static_cast<float*>(own_data(step, step));
+  if (arguments.has_steps()) {
+    const at::Tensor& step = arguments.step(t);
+    check_memory(arguments.names->op, "state_steps", t, step);
+    tensor.step = static_cast<float*>(own_data(step, step));
+  }
   return tensor;
 }
 
 // Throws if tensors of a column share memory. State is not checked: the optimizer owns it.
-void check_column_disjoint(const FusedAdamArguments& arguments, math::AdamColumn column,
+void check_column_disjoint(const FusedStepArguments& arguments, math::StepColumn column,
                            std::vector<const void*> storages) {
   for (size_t t = 0; t < storages.size(); ++t) {
     const at::Tensor& tensor = arguments.tensor(column, t);
@@ -68,13 +73,13 @@ void check_column_disjoint(const FusedAdamArguments& arguments, math::AdamColumn
     tensor.mutable_data_ptr();  // a lazy clone gets its own memory now
     storages[t] = written_storage(tensor);
   }
-  check_disjoint(kFusedAdam, adam_column_name(column), storages,
+  check_disjoint(arguments.names->op, arguments.column_name(column), storages,
                  [&](size_t t) -> const at::Tensor& { return arguments.tensor(column, t); });
 }
 
 }  // namespace
 
-AdamTensors::AdamTensors(const FusedAdamArguments& arguments) : tensors_(arguments.count()) {
+StepTensors::StepTensors(const FusedStepArguments& arguments) : tensors_(arguments.count()) {
   const bool writes_grads = arguments.is_written(math::kGrad);
   std::vector<const void*> params(tensors_.size());
   std::vector<const void*> grads(writes_grads ? tensors_.size() : 0);
@@ -92,19 +97,19 @@ AdamTensors::AdamTensors(const FusedAdamArguments& arguments) : tensors_(argumen
 
 // Fills in the pointers that described() left null: lazy clones get their own memory, other tensors
 // a dense copy.
-void AdamTensors::complete(const FusedAdamArguments& arguments, size_t t) {
-  AdamTensor& tensor = tensors_[t];
-  for (int column = 0; column < math::kAdamColumns && tensor.size > 0; ++column) {
+void StepTensors::complete(const FusedStepArguments& arguments, size_t t) {
+  StepTensor& tensor = tensors_[t];
+  for (int column = 0; column < math::kMostColumns && tensor.size > 0; ++column) {
     if (tensor.data[column] == nullptr && arguments.has(column)) {
       tensor.data[column] = data(arguments, column, t);
     }
   }
-  if (tensor.step == nullptr) {
-    tensor.step = arguments.state_steps[t].toTensor().mutable_data_ptr<float>();
+  if (tensor.step == nullptr && arguments.has_steps()) {
+    tensor.step = arguments.step(t).mutable_data_ptr<float>();
   }
 }
 
-void* AdamTensors::data(const FusedAdamArguments& arguments, int column, size_t t) {
+void* StepTensors::data(const FusedStepArguments& arguments, int column, size_t t) {
   const at::Tensor& param = arguments.tensor(math::kParam, t);
   const at::Tensor& tensor = arguments.tensor(column, t);
   const bool is_written = arguments.is_written(column);
@@ -117,7 +122,7 @@ void* AdamTensors::data(const FusedAdamArguments& arguments, int column, size_t 
   return copy.mutable_data_ptr();
 }
 
-void AdamTensors::write_back() const {
+void StepTensors::write_back() const {
   for (const DenseCopy& dense_copy : dense_copies_) {
     if (dense_copy.is_written) dense_copy.original.copy_(dense_copy.copy);
   }

@@ -4,42 +4,42 @@
 #include <array>
 #include <vector>
 
-#include "fused_adam.h"
+#include "fused_step.h"
 
 namespace ampfuse {
 
-/// The dtypes that a kernel is compiled for. `master` is Undefined if there are no masters.
-struct AdamDtypes {
+/// The dtypes that a kernel is compiled for. Undefined: no such tensors.
+struct StepDtypes {
   at::ScalarType param;
   at::ScalarType grad;
-  at::ScalarType state;
+  at::ScalarType state;  // of all moments
   at::ScalarType master;
 
-  bool operator==(const AdamDtypes&) const = default;
+  bool operator==(const StepDtypes&) const = default;
 };
 
 /// The tensors at one index of the lists, as kernels see them: their elements are in one order.
-struct AdamTensor {
-  std::array<void*, math::kAdamColumns> data;  // null if the column is absent
+struct StepTensor {
+  std::array<void*, math::kMostColumns> data;  // null if the column is absent
   int64_t size;
-  AdamDtypes dtypes;
-  float* step;
+  StepDtypes dtypes;
+  float* step;  // null if steps are not counted
 };
 
 /// The tensors at all indices of the lists, checked. Tensors with gaps, misaligned ones, and those
 /// whose elements are in another order than the parameter's are replaced by dense copies.
-class AdamTensors {
+class StepTensors {
  public:
-  explicit AdamTensors(const FusedAdamArguments& arguments);
+  explicit StepTensors(const FusedStepArguments& arguments);
 
-  const std::vector<AdamTensor>& get() const { return tensors_; }
+  const std::vector<StepTensor>& get() const { return tensors_; }
 
   /// Copies what the step wrote into dense copies back to the original tensors.
   void write_back() const;
 
  private:
-  void complete(const FusedAdamArguments& arguments, size_t t);
-  void* data(const FusedAdamArguments& arguments, int column, size_t t);
+  void complete(const FusedStepArguments& arguments, size_t t);
+  void* data(const FusedStepArguments& arguments, int column, size_t t);
 
   struct DenseCopy {
     at::Tensor original;
@@ -47,7 +47,7 @@ class AdamTensors {
     bool is_written;
   };
 
-  std::vector<AdamTensor> tensors_;
+  std::vector<StepTensor> tensors_;
   std::vector<DenseCopy> dense_copies_;
 };
 

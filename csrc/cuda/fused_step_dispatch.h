@@ -1,0 +1,87 @@
+// Groups the tensors of a step by their combination of dtypes, and selects a kernel of
+// fused_step.cuh for each group.
+#pragma once
+
+#include <vector>
+
+#include "../ops/fused_step_tensors.h"
+#include "fused_step.cuh"
+
+namespace ampfuse {
+
+struct StepDtypeGroup {
+  StepDtypes dtypes;
+  std::vector<StepTensor> tensors;
+};
+
+/// Returns the groups in the order of their first tensor. Tensors without elements are included,
+/// since their step counters are incremented too.
+inline std::vector<StepDtypeGroup> group_by_dtypes(const std::vector<StepTensor>& tensors) {
+  std::vector<StepDtypeGroup> groups;
+  for (const StepTensor& tensor : tensors) {
+    auto group = groups.begin();
+    while (group != groups.end() && !(group->dtypes == tensor.dtypes)) ++group;
+    if (group == groups.end()) group = groups.insert(group, {tensor.dtypes, {}});
+    group->tensors.push_back(tensor);
+  }
+  return groups;
+}
+
+/// Calls run.operator()<StepTypes<…>>() for one of the numbers of moments that the rule knows.
+template <typename Rule, typename param_t, typename grad_t, typename state_t, Master kMaster,
+          typename Run>
+void dispatch_moments(int moments, const Run& run) {
+  const auto try_count = [&]<int kCount>() {
+    // Without moments there is no dtype of moments, so the kernel exists for one of them only.
+    using used_t = std::conditional_t<kCount == 0, grad_t, state_t>;
+    if (kCount == moments) {
+      run.template operator()<StepTypes<Rule, param_t, grad_t, used_t, kMaster, kCount>>();
+    }
+  };
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    (try_count.template operator()<Rule::kCounts[i]>(), ...);
+  }(std::make_index_sequence<std::size(Rule::kCounts)>());
+}
+
+template <typename Rule, typename param_t, Master kMaster, typename Run>
+void dispatch_grad_and_state(const StepDtypes& dtypes, int moments, const Run& run) {
+  const auto with_state = [&]<typename grad_t>() {
+    dtypes.state == at::kBFloat16
+        ? dispatch_moments<Rule, param_t, grad_t, c10::BFloat16, kMaster>(moments, run)
+        : dispatch_moments<Rule, param_t, grad_t, float, kMaster>(moments, run);
+  };
+  switch (dtypes.grad) {
+    case at::kHalf:
+      return with_state.template operator()<c10::Half>();
+    case at::kBFloat16:
+      return with_state.template operator()<c10::BFloat16>();
+    default:
+      return with_state.template operator()<float>();
+  }
+}
+
+/// Calls run.operator()<StepTypes<…>>() for dtypes whose arithmetic is in acc_t.
+template <typename Rule, typename acc_t, typename Run>
+void dispatch_step(const StepDtypes& dtypes, int moments, const Run& run) {
+  if constexpr (std::is_same_v<acc_t, double>) {
+    dispatch_moments<Rule, double, double, double, Master::kNone>(moments, run);
+  } else {
+    const auto as = [&]<typename param_t, Master kMaster>() {
+      dispatch_grad_and_state<Rule, param_t, kMaster>(dtypes, moments, run);
+    };
+    if (dtypes.param == at::kFloat) return as.template operator()<float, Master::kNone>();
+    const bool is_fp16 = dtypes.param == at::kHalf;
+    switch (dtypes.master) {
+      case at::ScalarType::Undefined:
+        return is_fp16 ? as.template operator()<c10::Half, Master::kNone>()
+                       : as.template operator()<c10::BFloat16, Master::kNone>();
+      case at::kFloat:
+        return is_fp16 ? as.template operator()<c10::Half, Master::kFloat>()
+                       : as.template operator()<c10::BFloat16, Master::kFloat>();
+      default:
+        return as.template operator()<uint16_t, Master::kRemainder>();
+    }
+  }
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,224 @@
+// Runs the two kernels of a fused optimizer on fake tensors, as cuda/fused_step_launch.h does on
+// real ones. step_kernels.cpp compiles the kernels for all tests.
+#pragma once
+
+#include "simt/simt.h"
+
+#include "cuda/fused_step.cuh"
+#include "math/fused_adam.h"
+#include "math/fused_sgd.h"
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "numbers.h"
+
+using ampfuse::Master;
+using ampfuse::StepSignals;
+using ampfuse::math::AdamRule;
+using ampfuse::math::kMostColumns;
+using ampfuse::math::SgdRule;
+using enum ampfuse::math::StepColumn;
+using enum ampfuse::math::AdamColumn;
+using enum ampfuse::math::SgdColumn;
+
+// All options of a step.
+template <typename Rule>
+struct HostOptions : Rule::Options {
+  ampfuse::math::StepOptions step = {};
+};
+using AdamStepOptions = HostOptions<AdamRule>;
+using SgdStepOptions = HostOptions<SgdRule>;
+
+// The distance from a 16-byte boundary to the start of each column, in elements.
+using StepOffsets = std::array<int64_t, kMostColumns>;
+
+// The types of the columns of a kernel, and the number of its moments.
+struct StepKind {
+  Type param;
+  Type grad;
+  Type state;
+  Master master;
+  int moments;
+
+  bool operator==(const StepKind&) const = default;
+};
+
+// Every type is in every column at least once, with two moments and with the third one of amsgrad.
+inline constexpr StepKind kFloats = {kFloat, kFloat, kFloat, Master::kNone, 2};
+inline constexpr StepKind kFloatsWithAmsgrad = {kFloat, kHalf, kFloat, Master::kNone, 3};
+inline constexpr StepKind kHalfAlone = {kHalf, kHalf, kFloat, Master::kNone, 2};
+inline constexpr StepKind kBFloat16Alone = {kBFloat16, kFloat, kBFloat16, Master::kNone, 3};
+inline constexpr StepKind kBFloat16WithMaster = {kBFloat16, kHalf, kFloat, Master::kFloat, 2};
+inline constexpr StepKind kHalfWithMaster = {kHalf, kBFloat16, kFloat, Master::kFloat, 3};
+inline constexpr StepKind kNarrowWithRemainder = {Type::kUpperHalf, kBFloat16, kBFloat16,
+                                                  Master::kRemainder, 2};
+inline constexpr StepKind kWithRemainder = {Type::kUpperHalf, kBFloat16, kFloat, Master::kRemainder,
+                                            3};
+inline constexpr StepKind kDoubles = {kDouble, kDouble, kDouble, Master::kNone, 3};
+inline constexpr std::array kAdamKinds = {
+    kFloats,         kFloatsWithAmsgrad,   kHalfAlone,     kBFloat16Alone, kBFloat16WithMaster,
+    kHalfWithMaster, kNarrowWithRemainder, kWithRemainder, kDoubles};
+
+// The same without momentum and with it.
+inline constexpr StepKind kSgdFloats = {kFloat, kFloat, kFloat, Master::kNone, 1};
+inline constexpr StepKind kSgdFloatsAlone = {kFloat, kBFloat16, kBFloat16, Master::kNone, 0};
+inline constexpr StepKind kSgdHalfWithMaster = {kHalf, kHalf, kFloat, Master::kFloat, 1};
+inline constexpr StepKind kSgdBFloat16WithMaster = {kBFloat16, kFloat, kFloat, Master::kFloat, 0};
+inline constexpr StepKind kSgdWithRemainder = {Type::kUpperHalf, kBFloat16, kBFloat16,
+                                               Master::kRemainder, 1};
+inline constexpr StepKind kSgdDoubles = {kDouble, kDouble, kDouble, Master::kNone, 1};
+inline constexpr std::array kSgdKinds = {kSgdFloats,         kSgdFloatsAlone,
+                                         kSgdHalfWithMaster, kSgdBFloat16WithMaster,
+                                         kSgdWithRemainder,  kSgdDoubles};
+
+template <typename Rule>
+inline constexpr auto kKindsOf = kAdamKinds;
+template <>
+inline constexpr auto kKindsOf<SgdRule> = kSgdKinds;
+
+template <typename Rule, StepKind kKind>
+using StepTypesOf = ampfuse::StepTypes<Rule, CppType<kKind.param>, CppType<kKind.grad>,
+                                       CppType<kKind.state>, kKind.master, kKind.moments>;
+
+// A parameter with its gradient and state. Columns that its types do not need are empty.
+struct FakeStepTensor {
+  StepKind kind;
+  int64_t size;
+  float steps_taken;
+  std::array<Numbers, kMostColumns> columns;
+
+  FakeStepTensor(const StepKind& kind, int64_t size, float steps_taken, const StepOffsets& offsets)
+      : kind(kind),
+        size(size),
+        steps_taken(steps_taken),
+        columns{Numbers(kind.param, size, offsets[kParam]),
+                Numbers(kind.grad, size, offsets[kGrad]),
+                Numbers(kind.master == Master::kRemainder ? Type::kRemainder : kFloat,
+                        kind.master == Master::kNone ? 0 : size, offsets[kMaster]),
+                moment(0, offsets),
+                moment(1, offsets),
+                moment(2, offsets)} {}
+
+  Numbers& operator[](int column) { return columns[column]; }
+  const Numbers& operator[](int column) const { return columns[column]; }
+
+  // Returns the number that is stepped; the parameter may be only a rounded copy of it.
+  double number(int64_t i) const {
+    const Numbers& param = columns[kParam];
+    const Numbers& master = columns[kMaster];
+    if (kind.master == Master::kNone) return param[i];
+    if (kind.master == Master::kFloat) return master[i];
+    return ampfuse::math::join_float({param.at<uint16_t>()[i], master.at<int16_t>()[i]});
+  }
+
+  void set_number(int64_t i, double x) {
+    const ampfuse::math::SplitFloat split = ampfuse::math::split_float(static_cast<float>(x));
+    const bool is_split = kind.master == Master::kRemainder;
+    columns[kParam].set(i, is_split ? split.bfloat16 : x);
+    if (kind.master == Master::kNone) return;
+    columns[kMaster].set(i, is_split ? split.remainder : x);
+  }
+
+ private:
+  Numbers moment(int m, const StepOffsets& offsets) const {
+    return Numbers(kind.state, m < kind.moments ? size : 0, offsets[kFirstMoment + m]);
+  }
+};
+
+using FakeStepTensors = std::vector<FakeStepTensor>;
+
+// Returns the bytes of everything that a launch may write.
+inline std::string bits_of(const FakeStepTensors& tensors) {
+  std::string bits;
+  for (const FakeStepTensor& tensor : tensors) {
+    bits += std::to_string(tensor.steps_taken);
+    for (const Numbers& column : tensor.columns) bits += column.bits();
+  }
+  return bits;
+}
+
+// Returns a tensor as in the middle of training. Tensors with the same seed hold the same numbers,
+// rounded to their types.
+inline FakeStepTensor random_step_tensor(const StepKind& kind, int64_t size, float steps_taken,
+                                         const StepOffsets& offsets, uint32_t seed) {
+  FakeStepTensor tensor(kind, size, steps_taken, offsets);
+  tensor[kGrad].fill(random_values(size, seed));
+  std::mt19937 generator(seed);
+  std::normal_distribution<double> normal;
+  for (int64_t i = 0; i < size; ++i) {
+    tensor.set_number(i, normal(generator));
+    // The first moment has a sign. The third is the maximum of the second so far, which the next
+    // one may exceed.
+    for (int m = 0; m < ampfuse::math::kMostMoments; ++m) {
+      const double value = normal(generator);
+      if (m < kind.moments) tensor[kFirstMoment + m].set(i, m == 0 ? value : std::fabs(value));
+    }
+  }
+  return tensor;
+}
+
+// Returns tensors with sizes on both sides of each unit of the kernel: a pack (1, 2 or 4 elements),
+// a pack per lane (32, 64 or 128), a chunk (2048) and several chunks. Step counts differ between
+// tensors.
+inline FakeStepTensors step_boundary_tensors(const StepKind& kind,
+                                             const StepOffsets& offsets = {}) {
+  const int64_t sizes[] = {0,  1,  2,   3,   4,   5,    31,   32,   33,   63,
+                           64, 65, 127, 128, 129, 2047, 2048, 2049, 8191, 8193};
+  FakeStepTensors tensors;
+  uint32_t seed = 0;
+  for (const int64_t size : sizes) {
+    const auto steps_taken = static_cast<float>(seed * seed);
+    tensors.push_back(random_step_tensor(kind, size, steps_taken, offsets, seed++));
+  }
+  return tensors;
+}
+
+// The defaults of torch.optim.AdamW, except for weight_decay.
+inline AdamStepOptions adamw_options() {
+  return {{.beta1 = 0.9, .beta2 = 0.999, .weight_decay = 0.1, .eps = 1e-8, .decoupled = true}, {}};
+}
+
+// Signals of a step with a learning rate, but without skipping, unscaling or clipping.
+inline StepSignals signals_with(ampfuse::StepScalar lr) {
+  StepSignals signals = {};
+  signals.lr = lr;
+  return signals;
+}
+inline StepSignals signals_with_lr(double lr) {
+  return signals_with({nullptr, true, lr});
+}
+
+// A plan whose fields are separate allocations; its factor and rates are NaN until a kernel
+// writes them.
+template <typename Rule, typename acc_t>
+struct HostPlan {
+  using Step = typename Rule::template Step<acc_t>;
+  std::vector<Step> steps;
+  std::unique_ptr<acc_t> grad_factor = std::make_unique<acc_t>(NAN);
+  std::unique_ptr<bool> skip = std::make_unique<bool>();
+
+  explicit HostPlan(size_t tensors)
+      : steps(tensors, Rule::template step<acc_t>({}, /*lr=*/NAN, /*count=*/1)) {}
+
+  ampfuse::StepPlan<Rule, acc_t> plan() { return {grad_factor.get(), skip.get(), steps.data()}; }
+};
+
+// These functions return their number of launches. Tensors must be of one kind.
+
+template <typename Rule, typename acc_t>
+int prepare_on_host(const std::vector<float*>& counters, const HostOptions<Rule>& options,
+                    const StepSignals& signals, HostPlan<Rule, acc_t>& plan);
+
+template <typename Rule, typename acc_t>
+int update_on_host(const FakeStepTensors& tensors, const HostOptions<Rule>& options, int64_t first,
+                   HostPlan<Rule, acc_t>& plan);
+
+// A negative number of steps taken stands for a tensor without a counter.
+template <typename Rule>
+int step_on_host(FakeStepTensors& tensors, const HostOptions<Rule>& options,
+                 const StepSignals& signals);
