@@ -99,17 +99,17 @@ FAULTS = [
         "A change of a group's master_weights or state_dtype between steps has no effect.",
         "python/ampfuse/optim/_columns.py",
         """\
-            if not all(known.has_options_of(group) for known, group in pairs):
+            if not all([known.adopt_options(group) for known, group in pairs]):
                 self._groups = []
 """,
         """\
-            all(known.has_options_of(group) for known, group in pairs)
+            [known.adopt_options(group) for known, group in pairs]
 """,
         "tests/python/optim",
     ),
     Fault(
         "sync_masters_from_model renews only the masters of the first group.",
-        "python/ampfuse/optim/adam.py",
+        "python/ampfuse/optim/fused.py",
         """\
         for group in self.param_groups:
             for param in group["params"]:
@@ -133,15 +133,15 @@ FAULTS = [
     Fault(
         "Under torch.compile the state of all groups is created with the first group's options.",
         "python/ampfuse/optim/_traced.py",
-        """of_state = state_options(group, optimizer._own_options)""",
-        """of_state = state_options(self.param_groups[0], optimizer._own_options)""",
+        """state_options(group, optimizer._own_options)""",
+        """state_options(self.param_groups[0], optimizer._own_options)""",
         "tests/python/optim tests/python/amp",
     ),
     Fault(
         "A group's option write_back_grads is ignored; the constructor's holds for all groups.",
-        "python/ampfuse/optim/_step.py",
-        """group.get("write_back_grads", optimizer._own_options["write_back_grads"])""",
-        """optimizer._own_options["write_back_grads"]""",
+        "python/ampfuse/optim/_columns.py",
+        """write_back_grads = option(group, "write_back_grads", own_options)""",
+        """write_back_grads = own_options["write_back_grads"]""",
         "tests/python/optim",
     ),
     Fault(

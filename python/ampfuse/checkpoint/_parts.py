@@ -13,11 +13,16 @@ from ampfuse.amp import GradScaler, ScaleRecord
 from ampfuse.amp.gate import Gate
 from ampfuse.checkpoint._tree import is_tensor, kind_of, tensors_of
 from ampfuse.gradients.shards import is_dtensor
-from ampfuse.optim.options import MOMENTS
 
 METHODS = ("state_dict", "load_state_dict")  # of objects whose state is saved
 # Entries of optimizers' states that have the shape of the parameter.
-SHAPED_LIKE_PARAMS = (*MOMENTS, "master_param", "momentum_buffer")
+SHAPED_LIKE_PARAMS = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "master_param",
+)
 METADATA = "_metadata"  # of a module's state dict: the versions of its layers
 
 

@@ -13,7 +13,7 @@ from ampfuse._nested import params_of
 from ampfuse.amp import GradScaler
 from ampfuse.graphed_step._warm_up import warm_up
 from ampfuse.optim import Adam
-from ampfuse.optim.options import OURS, check_limit
+from ampfuse.optim.options import check_limit
 
 # Options that a program may change without knowing, and the remedies.
 HINTS = {
@@ -128,7 +128,7 @@ class GraphedStep:
         # The loss may be a module too, with buffers and a training mode of its own.
         self._roots = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
         self._modules = [module for root in self._roots for module in root.modules()]
-        self._options = sorted((optimizer.defaults.keys() | OURS.keys()) - {"lr"})
+        self._options = sorted((optimizer.defaults | optimizer.options_of({})).keys() - {"lr"})
         self._fixed = self._read_fixed()
         self._may_lack_gradients = scaler.is_enabled() and scaler.allow_no_grads
         self._graph: torch.cuda.CUDAGraph | None = None

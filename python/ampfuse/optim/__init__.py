@@ -2,5 +2,6 @@
 
 from ampfuse.optim.adam import Adam
 from ampfuse.optim.adamw import AdamW
+from ampfuse.optim.fused import FusedOptimizer
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["Adam", "AdamW", "FusedOptimizer"]

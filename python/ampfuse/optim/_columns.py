@@ -20,17 +20,17 @@ from ampfuse._graphs import traced_as
 from ampfuse.gradients.devices import move_to
 from ampfuse.gradients.lists import GradientList, resolve_conjugate_grad
 from ampfuse.gradients.shards import is_dtensor, local, place_gradient, sharding_of
+from ampfuse.optim._rule import Rule
 from ampfuse.optim._state import Spares, ensure
-from ampfuse.optim.options import check_params, option, state_options
+from ampfuse.optim.options import check_params, option
 
 
 @dataclass
 class Columns(GradientList):
     """The lists of one call of the op: tensors on one device, all with masters or all without."""
 
-    exp_avgs: list[Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[Tensor] = field(default_factory=list)
-    max_exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)  # numbers and flags that the op takes
+    moments: list[list[Tensor]] = field(default_factory=list)  # empty for those of other groups
     state_steps: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)
     dtensors: list[Tensor] = field(default_factory=list)  # those of which `params` has shards
@@ -61,18 +61,10 @@ def rate(lr: float) -> Tensor:
     return torch.scalar_tensor(float(lr), dtype=torch.float64, device="cpu")
 
 
-def op_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's options that `ops.fused_adam` takes as numbers and flags."""
-    beta1, beta2 = group["betas"]
-    return {
-        "beta1": beta1,
-        "beta2": beta2,
-        "weight_decay": group["weight_decay"],
-        "eps": group["eps"],
-        "amsgrad": bool(group["amsgrad"]),
-        "maximize": bool(group["maximize"]),
-        "decoupled_weight_decay": bool(group["decoupled_weight_decay"]),
-    }
+def op_options(rule: Rule, group: dict[str, Any], own_options: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's options that the op takes as numbers and flags."""
+    write_back_grads = option(group, "write_back_grads", own_options)
+    return {**rule.op_options(group), "write_back_grads": write_back_grads}
 
 
 class GroupColumns:
@@ -80,22 +72,26 @@ class GroupColumns:
 
     def __init__(
         self,
+        rule: Rule,
         group: dict[str, Any],
         state: dict[Tensor, dict[str, Any]],
         spares: Spares,
         own_options: dict[str, Any],
     ) -> None:
-        self._own_options = own_options
+        self._rule, self._own_options = rule, own_options
         self._params: list[Tensor] = list(group["params"])
         self._is_plain = all(map(is_plain, self._params))
         self._members: dict[tuple[torch.device, bool], list[int]] = {}
         self._states: dict[tuple[torch.device, bool], list[dict[str, Any]]] = {}
-        self._state_options = state_options(group, own_options)
+        self._state_options = rule.state_options(group, own_options)
+        self._op_options = op_options(rule, group, own_options)
+        self._moments = self._state_options.moments
+        self._absent: list[list[Tensor]] = [[] for _ in rule.moments[len(self._moments) :]]
         grads, self._kinds = self._grads_and_kinds()
         for index, param in enumerate(self._params):
             if grads[index] is None:
                 continue
-            refuse_sparse(param)
+            refuse_sparse(param, rule)
             ensure(state[param], param, self._state_options, spares)
             kind = (param.device, "master_param" in state[param])
             self._members.setdefault(kind, []).append(index)
@@ -114,15 +110,16 @@ class GroupColumns:
             if not all(map(is_, self._steps, self._read_steps())):
                 return None  # other code has replaced some, maybe in another dtype
             return [
-                self._read(has_masters, members, self._states[device, has_masters], grads, group)
+                self._read(has_masters, members, self._states[device, has_masters], grads)
                 for (device, has_masters), members in self._members.items()
             ]
         except KeyError:  # other code has removed an entry of a state dict
             return None
 
-    def has_options_of(self, group: dict[str, Any]) -> bool:
-        """Return True if the state that the group's options demand is the one that is kept here."""
-        return state_options(group, self._own_options) == self._state_options
+    def adopt_options(self, group: dict[str, Any]) -> bool:
+        """Read the group's options again. Return False if they demand other state than before."""
+        self._op_options = op_options(self._rule, group, self._own_options)
+        return self._rule.state_options(group, self._own_options) == self._state_options
 
     def _read_steps(self) -> list[Any]:
         return [state["step"] for state in chain.from_iterable(self._states.values())]
@@ -145,7 +142,6 @@ class GroupColumns:
         members: list[int],
         states: list[dict[str, Any]],
         all_grads: list[Any],
-        group: dict[str, Any],
     ) -> Columns:
         everything = len(members) == len(self._params)
         params = self._params if everything else [self._params[i] for i in members]
@@ -153,24 +149,22 @@ class GroupColumns:
             device=params[0].device,
             params=params,
             grads=all_grads if everything else [all_grads[i] for i in members],
-            exp_avgs=[state["exp_avg"] for state in states],
-            exp_avg_sqs=[state["exp_avg_sq"] for state in states],
+            options=self._op_options,
+            moments=[[state[name] for state in states] for name in self._moments] + self._absent,
             state_steps=[state["step"] for state in states],
         )
-        if group["amsgrad"]:
-            columns.max_exp_avg_sqs = [state["max_exp_avg_sq"] for state in states]
         if has_masters:
             columns.masters = [state["master_param"] for state in states]
         if self._is_plain:
             return columns
-        return localized(columns, option(group, "write_back_grads", self._own_options))
+        return localized(columns)
 
 
 class ColumnCache:
     """The cached columns of all groups."""
 
-    def __init__(self, own_options: dict[str, Any]) -> None:
-        self._own_options = own_options
+    def __init__(self, rule: Rule, own_options: dict[str, Any]) -> None:
+        self._rule, self._own_options = rule, own_options
         self._groups: list[GroupColumns] = []
         self._states: list[dict[str, Any]] = []
         self._checked: list[Any] | None = None  # grad_kinds() that the op has accepted
@@ -187,7 +181,7 @@ class ColumnCache:
         self._options = values_of(groups, limit)
         if len(self._groups) == len(groups):
             pairs = zip(self._groups, groups, strict=True)
-            if not all(known.has_options_of(group) for known, group in pairs):
+            if not all([known.adopt_options(group) for known, group in pairs]):
                 self._groups = []
 
     def read(
@@ -201,7 +195,8 @@ class ColumnCache:
             for index, group in enumerate(groups):  # the model may have been cast
                 check_params(group, index, self._own_options)
             self._groups = [
-                GroupColumns(group, state, spares, self._own_options) for group in groups
+                GroupColumns(self._rule, group, state, spares, self._own_options)
+                for group in groups
             ]
             self._states = list(state.values())
             columns = self._read_known(groups, state)
@@ -249,8 +244,9 @@ def values_of(groups: list[dict[str, Any]], limit: float | None) -> list[Any]:
     for group in groups:
         found += group
         found += group.values()
-        if isinstance(group.get("betas"), list):  # which may be changed in place
-            found += group["betas"]
+        betas = group.get("betas", ())
+        if not isinstance(betas, tuple):  # a list, for example, may be changed in place
+            found += betas
     return found
 
 
@@ -265,29 +261,27 @@ def is_plain(param: Tensor) -> bool:
     return type(param) in (Tensor, torch.nn.Parameter) and not param.is_complex()
 
 
-def refuse_sparse(param: Tensor) -> None:
-    """Raise torch's error if the gradient is sparse."""
+def refuse_sparse(param: Tensor, rule: Rule) -> None:
+    """Raise if the gradient is sparse."""
     if param.grad is not None and param.grad.is_sparse:
-        raise RuntimeError(
-            "Adam does not support sparse gradients, please consider SparseAdam instead. The "
-            f"parameter has shape {tuple(param.shape)}"
-        )
+        raise RuntimeError(f"{rule.sparse_error} {tuple(param.shape)}")
 
 
-def localized(columns: Columns, write_back_grads: bool) -> Columns:
+def localized(columns: Columns) -> Columns:
     """Replace DTensors by this rank's shards, and complex tensors by pairs of real numbers."""
     columns.grads = list(map(place_gradient, columns.params, columns.grads))
     columns.shardings = [sharding_of(grad) for grad in columns.grads]
     columns.dtensors = list(filter(is_dtensor, columns.params))
-    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"):
-        tensors = [local(tensor) for tensor in getattr(columns, name)]
-        copied = columns.copied if name != "grads" or write_back_grads else []
-        setattr(columns, name, [_real(tensor, copied) for tensor in tensors])
+    for name in ("params", "grads", "masters"):
+        copied = columns.copied if name != "grads" or columns.options["write_back_grads"] else []
+        setattr(columns, name, [_real(tensor, copied) for tensor in getattr(columns, name)])
+    columns.moments = [[_real(one, columns.copied) for one in each] for each in columns.moments]
     columns.state_steps = [local(step) for step in columns.state_steps]
     return columns
 
 
 def _real(tensor: Tensor, copied: list[tuple[Tensor, Tensor]]) -> Tensor:
+    tensor = local(tensor)
     if not tensor.is_complex():
         return tensor
     return _written_view(torch.view_as_real(tensor.resolve_conj()), copied)
@@ -308,7 +302,7 @@ def describe_parameter(
     error: Exception, columns: Columns, groups: list[dict[str, Any]]
 ) -> Exception:
     """Return the op's error about an entry of its lists, with a description of the parameter."""
-    found = re.match(r"fused_adam: \w+\[(\d+)\]", str(error))
+    found = re.match(r"fused_\w+: \w+\[(\d+)\]", str(error))
     param = columns.params[int(found[1])] if found else None
     for group_index, group in enumerate(groups):
         for index, candidate in enumerate(group["params"]):

@@ -1,4 +1,4 @@
-"""Saves Adam's state dicts, and loads these or torch's.
+"""Saves state dicts of our optimizers, and loads these or torch's.
 
 Loading is all or nothing: everything is checked, then all new state is created, and only then is
 any old state replaced.
@@ -14,16 +14,13 @@ from ampfuse.gradients.shards import is_dtensor, local
 from ampfuse.optim import _state
 from ampfuse.optim._callers import DCP, is_called_from
 from ampfuse.optim._remainders import exported
+from ampfuse.optim._rule import Rule, StateOptions
 from ampfuse.optim.options import (
-    MOMENTS,
-    NEEDED,
     TORCHS_OWN,
-    StateOptions,
     check_options,
     drop_torchs_options,
     has_torchs,
     is_number,
-    state_options,
 )
 
 
@@ -96,15 +93,15 @@ class NewState(NamedTuple):
 
 @torch.no_grad()
 def new_states(
-    groups: list[dict[str, Any]], saved: dict[str, Any], own_options: dict[str, Any]
+    rule: Rule, groups: list[dict[str, Any]], saved: dict[str, Any], own_options: dict[str, Any]
 ) -> dict[Tensor, NewState]:
     """Check the states of a state dict against their parameters; create new ones from them."""
     found = owners(groups, saved)
     for key, (param, _, index) in found.items():
         if key in saved["state"]:
-            check_saved(saved["state"][key], param, index)
+            check_saved(rule, saved["state"][key], param, index)
     new = {
-        param: _new_state(saved["state"][key], param, state_options(group, own_options))
+        param: _new_state(rule, saved["state"][key], param, rule.state_options(group, own_options))
         for key, (param, group, _) in found.items()
         if key in saved["state"]
     }
@@ -113,7 +110,7 @@ def new_states(
     return new
 
 
-def _new_state(saved: dict[str, Any], param: Tensor, options: StateOptions) -> NewState:
+def _new_state(rule: Rule, saved: dict[str, Any], param: Tensor, options: StateOptions) -> NewState:
     """Create state in the dtypes of the group's options; torch would use the parameter's dtype."""
     of_master = _state.master_dtype(param, options)
     entries: dict[str, Any] = {}
@@ -122,7 +119,7 @@ def _new_state(saved: dict[str, Any], param: Tensor, options: StateOptions) -> N
         if name == "step":
             step = torch.as_tensor(value, dtype=torch.float32, device=param.device)
             entries[name] = step.reshape(()).clone()
-        elif name in MOMENTS:
+        elif name in rule.moments:
             entries[name] = _state.converted(value, param, _state.moment_dtype(param, options))
         elif name == "master_param":
             master, of_param = _state.convert_master(value, param, of_master)
@@ -188,22 +185,22 @@ def unowned_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[
     return {key: value for key, value in saved["state"].items() if key not in found}
 
 
-def keep_options(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+def keep_options(rule: Rule, loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Check loaded groups; keep the dtypes of state, and options that the loaded groups lack."""
     for index, (new, old) in enumerate(zip(loaded, groups, strict=True)):
-        for name in ("master_weights", "state_dtype"):
+        for name in ("master_weights", rule.moment_dtype):
             new.pop(name, None)
-        for name in old.keys() - NEEDED:
+        for name in old.keys() - {*rule.needed_options}:
             new.setdefault(name, old[name])
-        missing = sorted(NEEDED - new.keys())
+        missing = sorted({*rule.needed_options} - new.keys())
         if missing:
             raise KeyError(
-                f"loaded state dict: group {index} lacks {' and '.join(missing)}: expected lr, "
-                "betas, eps and weight_decay; is it the state of another optimizer?"
+                f"loaded state dict: group {index} lacks {' and '.join(missing)}: expected "
+                f"{listed(rule.needed_options)}; is it the state of another optimizer?"
             )
         _check_number(f"loaded state dict: lr of group {index}", new["lr"], may_be_meta=False)
         try:
-            check_options(new)
+            check_options(rule, new)
         except (ValueError, TypeError) as error:
             raise type(error)(f"loaded state dict: group {index}: {error}") from None
 
@@ -236,21 +233,22 @@ def is_empty_dict(value: Any) -> bool:
     return isinstance(value, dict) and not value
 
 
-def check_saved(saved: Any, param: Tensor, index: int) -> None:
+def check_saved(rule: Rule, saved: Any, param: Tensor, index: int) -> None:
     """Raise for the state of another parameter, or of another optimizer."""
     where = f"loaded state dict: parameter {index}"
     if not isinstance(saved, dict):
         raise TypeError(f"{where}: expected a dict, got {_kind(saved)}")
-    if saved and not saved.keys() >= {"step", "exp_avg", "exp_avg_sq"}:
+    if saved and not saved.keys() >= {*rule.needed_state}:
         raise KeyError(
-            f"{where}: expected Adam's step, exp_avg and exp_avg_sq, got {sorted(map(str, saved))}"
+            f"{where}: expected {rule.name}'s {listed(rule.needed_state)}, got "
+            f"{sorted(map(str, saved))}"
         )
     for name, value in saved.items():
         where = f"loaded state dict: {name} of parameter {index}"
         if name == "step":
             _check_number(where, value, param.is_meta)
             _check_counter(where, value)
-        elif name in (*MOMENTS, "master_param"):
+        elif name in (*rule.moments, "master_param"):
             _check_tensor(where, value, param.is_meta)
             _check_fits(where, value, param)
 
@@ -312,6 +310,11 @@ def _described(value: Tensor) -> str:
 
 def _kind(value: Any) -> str:
     return type(value).__name__
+
+
+def listed(names: tuple[str, ...]) -> str:
+    """Return `a, b and c`."""
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def keep_rates(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""The state that Adam keeps for a parameter: how it is created, converted and renewed."""
+"""The state that an optimizer keeps for a parameter: how it is created, converted and renewed."""
 
 from functools import reduce
 from typing import Any, NamedTuple
@@ -11,7 +11,8 @@ from ampfuse._graphs import is_capturing
 from ampfuse.gradients.mistakes import has_number
 from ampfuse.gradients.shards import local, sharded_like
 from ampfuse.optim._remainders import join, split
-from ampfuse.optim.options import MOMENTS, STATE_DTYPES, StateOptions, state_dtype_name
+from ampfuse.optim._rule import StateOptions
+from ampfuse.optim.options import MOMENT_DTYPES, dtype_name
 
 Spares = dict[Tensor, Tensor]  # by parameter: masters that the next step sets to the parameter
 
@@ -24,7 +25,7 @@ def ensure(state: dict[str, Any], param: Tensor, options: StateOptions, spares: 
     else:  # other code may have put it on the host, as torch does
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
     dtype = moment_dtype(param, options)
-    for name in MOMENTS[: 3 if options.amsgrad else 2]:
+    for name in options.moments:
         if name not in state:
             refuse_in_capture()
             state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
@@ -72,15 +73,15 @@ def refuse_in_capture() -> None:
 def moment_dtype(param: Tensor, options: StateOptions) -> torch.dtype:
     """Return the dtype of a parameter's moments.
 
-    float64 and complex parameters have moments of their own dtype, and others of `state_dtype`.
-    Without it, moments have the parameter's dtype, as in torch, except that those of float16 are
+    float64 and complex parameters have moments of their own dtype, and others of the option.
+    Without one, moments have the parameter's dtype, as in torch, except that those of float16 are
     float32: squares exceed the range of float16.
     """
     if param.dtype not in (*DTYPES_16_BIT, torch.float32):
         return param.dtype
-    if options.state_dtype is None:
+    if options.moment_dtype is None:
         return torch.float32 if param.dtype == torch.float16 else param.dtype
-    return STATE_DTYPES[state_dtype_name(options.state_dtype)]
+    return MOMENT_DTYPES[dtype_name(options.moment_dtype)]
 
 
 def master_dtype(param: Tensor, options: StateOptions) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""One step of Adam: lists, signals, clipping, kernels.
+"""One step of an optimizer: lists, signals, clipping, kernels.
 
 Code that torch.compile traces reads the lists in another way, see `_traced`.
 """
@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse import ops
 from ampfuse._graphs import eager_only, groups_of, is_capturing, traced_as
 from ampfuse.gradients.devices import move_to
 from ampfuse.gradients.signals import Signals
 from ampfuse.optim import options
 from ampfuse.optim._clips import grad_norm_tensor, group_clips
-from ampfuse.optim._columns import Columns, describe_parameter, op_options
+from ampfuse.optim._columns import Columns, describe_parameter
 from ampfuse.optim._traced import traced_columns
 
 
@@ -54,7 +53,7 @@ def read_columns(
     """Return the columns of each group; create missing state, and check everything."""
     cache = optimizer._columns
     if cache.have_options_changed(groups, optimizer.max_grad_norm):
-        options.check_groups(groups, optimizer.defaults)
+        options.check_groups(optimizer._rule, groups, optimizer.defaults)
         options.check_limit(optimizer.max_grad_norm)
         cache.note_options(groups, optimizer.max_grad_norm)
     optimizer._is_in_graphs = optimizer._is_in_graphs or is_capturing()
@@ -81,21 +80,18 @@ def step_columns(
     clipping: dict[str, Any],
 ) -> None:
     """Step the parameters of one group and device; `clipping`: the result of `Clip.arguments`."""
-    write_back_grads = group.get("write_back_grads", optimizer._own_options["write_back_grads"])
+    op_options = columns.options
     if optimizer._unscales_in_place and grad_scale is not None:
-        write_back_grads = True
+        op_options = {**op_options, "write_back_grads": True}
     try:
-        ops.fused_adam(
+        optimizer._rule.op(
             columns.params,
             columns.grads,
-            columns.exp_avgs,
-            columns.exp_avg_sqs,
-            columns.max_exp_avg_sqs,
+            *columns.moments,
             columns.state_steps,
             columns.masters,
             lr=columns.lr(group["lr"]),
-            **op_options(group),
-            write_back_grads=write_back_grads,
+            **op_options,
             grad_scale=move_to(grad_scale, columns.device),
             found_inf=move_to(found_inf, columns.device),
             adopt_params=True,

@@ -14,9 +14,15 @@ from torch import Tensor
 from ampfuse._graphs import at_compile_time, make_static
 from ampfuse.optim import stepping
 from ampfuse.optim._clips import grad_norm_tensor
-from ampfuse.optim._columns import Columns, is_plain, localized, refuse_sparse
+from ampfuse.optim._columns import (
+    Columns,
+    is_plain,
+    localized,
+    op_options,
+    refuse_sparse,
+)
 from ampfuse.optim._state import ensure
-from ampfuse.optim.options import check_limit, limits_of, option, state_options
+from ampfuse.optim.options import check_limit, limits_of
 
 
 class Traced:
@@ -66,7 +72,7 @@ class Traced:
         optimizer._is_in_graphs = True
         make_static([optimizer._grad_norm])
         for group, of_group in zip(self.param_groups, params, strict=True):
-            of_state = state_options(group, optimizer._own_options)
+            of_state = optimizer._rule.state_options(group, optimizer._own_options)
             for param in of_group:
                 state = optimizer.state[param]
                 ensure(state, param, of_state, optimizer._spare_masters)
@@ -92,24 +98,25 @@ def traced_columns(
 
 
 def _group_columns(optimizer: Any, group: dict[str, Any], params: list[Tensor]) -> list[Columns]:
+    rule = optimizer._rule
+    names, of_op = rule.moments_of(group), op_options(rule, group, optimizer._own_options)
     found: dict[tuple[torch.device, bool], Columns] = {}
     for param in params:
-        refuse_sparse(param)
+        refuse_sparse(param, rule)
         id(param)  # a guard: the graph holds this parameter's state, so it does not fit others
         state = optimizer.state[param]
         kind = (param.device, "master_param" in state)
-        columns = found.setdefault(kind, Columns(param.device))
+        if kind not in found:
+            found[kind] = Columns(param.device, options=of_op, moments=[[] for _ in rule.moments])
+        columns = found[kind]
         assert param.grad is not None
         columns.params.append(param)
         columns.grads.append(param.grad)
-        columns.exp_avgs.append(state["exp_avg"])
-        columns.exp_avg_sqs.append(state["exp_avg_sq"])
+        for name, moment in zip(names, columns.moments, strict=False):
+            moment.append(state[name])
         columns.state_steps.append(state["step"])
-        if group["amsgrad"]:
-            columns.max_exp_avg_sqs.append(state["max_exp_avg_sq"])
         if "master_param" in state:
             columns.masters.append(state["master_param"])
     if all(map(is_plain, params)):
         return list(found.values())
-    write_back_grads = option(group, "write_back_grads", optimizer._own_options)
-    return [localized(columns, write_back_grads) for columns in found.values()]
+    return [localized(columns) for columns in found.values()]

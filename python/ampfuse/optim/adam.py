@@ -1,37 +1,104 @@
-"""Adam like torch's, in one pass over memory, with fp32 masters for 16-bit parameters.
+"""Adam like torch's, as a `FusedOptimizer`."""
 
-Unscaling, clipping and the decision to skip are part of that pass: gradients are read, not written
-unless requested, and the host never waits for a GPU.
-"""
-
-import copy
-import inspect
-from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ampfuse._arguments import refuse_unknown
-from ampfuse._graphs import groups_of, traced_as
-from ampfuse.gradients.shards import refuse_common_ranks
-from ampfuse.gradients.signals import Slot
-from ampfuse.optim import _loading, options
-from ampfuse.optim._callers import DCP, ZERO, is_called_from
-from ampfuse.optim._columns import ColumnCache, refuse_sparse
-from ampfuse.optim._remainders import exported
-from ampfuse.optim._snapshot import Snapshot
-from ampfuse.optim._state import Spares, renew_master
-from ampfuse.optim._step import take_step
-from ampfuse.optim._traced import Traced
-from ampfuse.optim._written import WrittenParams
+from ampfuse import ops
+from ampfuse._arguments import described, refuse_unknown
+from ampfuse._warning import warn_caller
+from ampfuse.optim import options
+from ampfuse.optim._rule import Rule
+from ampfuse.optim.fused import FusedOptimizer
 
-OWN_ATTRIBUTES = {"max_grad_norm", "process_group", "_is_in_zero", "_own_options", "_unscale"}
+LARGEST_BFLOAT16_BETA = 1 - 2**-8  # the largest second beta for moments in bfloat16
 
 
-class Adam(torch.optim.Adam):
+def _op_options(group: dict[str, Any]) -> dict[str, Any]:
+    beta1, beta2 = group["betas"]
+    return {
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "amsgrad": bool(group["amsgrad"]),
+        "maximize": bool(group["maximize"]),
+        "decoupled_weight_decay": bool(group["decoupled_weight_decay"]),
+    }
+
+
+def _moments_of(group: dict[str, Any]) -> tuple[str, ...]:
+    return ADAM.moments if group["amsgrad"] else ADAM.moments[:2]
+
+
+def _check(group: dict[str, Any]) -> None:
+    betas = group["betas"]
+    if not are_two_numbers(betas):
+        if isinstance(betas, list | tuple) and any(isinstance(beta, Tensor) for beta in betas):
+            raise ValueError("betas: expected two floats, got a Tensor")
+        raise TypeError(f"betas: expected two numbers, got {described(betas)}")
+    for index in (0, 1):
+        if not 0.0 <= betas[index] < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
+    if not group["eps"] >= 0:
+        raise ValueError(f"Invalid epsilon value: {group['eps']}")
+
+
+def are_two_numbers(value: Any) -> bool:
+    """Return True for two numbers in any sequence, since configuration libraries have their own."""
+    if isinstance(value, str | dict | set | Tensor):
+        return False
+    try:
+        return len(value) == 2 and all(map(options.is_number, value))
+    except TypeError:
+        return False
+
+
+def _plain_betas(group: dict[str, Any]) -> None:
+    betas = group["betas"]
+    if not isinstance(betas, list | tuple) and are_two_numbers(betas):
+        group["betas"] = tuple(float(beta) for beta in betas)
+
+
+def _warn_of_slow_decay(group: dict[str, Any], own: dict[str, Any]) -> None:
+    """Warn of a second moment in bfloat16 that can grow but not shrink.
+
+    Multiplied by a beta above 1 - 2**-8, a number may lose less than half of bfloat16's last bit,
+    and is rounded to what it was.
+    """
+    is_bfloat16 = options.option(group, "state_dtype", own) in ("bfloat16", torch.bfloat16)
+    if is_bfloat16 and group["betas"][1] > LARGEST_BFLOAT16_BETA:
+        warn_caller(
+            f"state_dtype=torch.bfloat16 with betas={group['betas']}: rounding keeps a bfloat16 "
+            "second moment from shrinking if the second beta is above 0.996, so steps stay too "
+            "small after large gradients. Pass for example betas=(0.9, 0.95)"
+        )
+
+
+ADAM = Rule(
+    name="Adam",
+    op=ops.fused_adam,
+    op_options=_op_options,
+    moments=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    moments_of=_moments_of,
+    moment_dtype="state_dtype",
+    numbers=("eps", "weight_decay"),
+    flags=("amsgrad", "maximize", "decoupled_weight_decay"),
+    needed_options=("lr", "betas", "eps", "weight_decay"),
+    needed_state=("step", "exp_avg", "exp_avg_sq"),
+    check=_check,
+    sparse_error=(
+        "Adam does not support sparse gradients, please consider SparseAdam instead. The parameter "
+        "has shape"
+    ),
+    plain=_plain_betas,
+    warn=_warn_of_slow_decay,
+)
+
+
+class Adam(FusedOptimizer, torch.optim.Adam):
     """`torch.optim.Adam` with master weights, clipping and unscaling inside the step.
 
     This is `AdamW`, whose documentation describes the step, except that weight decay is added to
@@ -52,20 +119,8 @@ class Adam(torch.optim.Adam):
         torch.float32
     """
 
-    # torch's Adam is a base for isinstance only: its methods are not used. Methods of torch's
-    # Optimizer are called as `Optimizer.name(self)`.
-
-    _unscale = "auto"
-    _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
-    _grad_norm: Tensor | None = None
-    _is_in_zero = False  # True if other ranks step other parameters
-    _is_in_graphs = False  # True if graphs write the state in place
-    _unscales_in_place = False  # True if a scaler's step writes gradients back
-    _has_own_options = True  # False in replacements of torch's classes
-    _own_options: dict[str, Any] = options.OURS
-    max_grad_norm: float | None = None
-    process_group: Any = None
-    found_inf: Tensor | None  # while torch's scaler steps
+    _rule = ADAM
+    _own_options = ADAM.ours
 
     def __init__(
         self,
@@ -87,296 +142,24 @@ class Adam(torch.optim.Adam):
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(type(self).__init__, unknown, options.REMEDIES)
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        own_options: dict[str, Any] = {
-            "master_weights": master_weights,
-            "state_dtype": options.state_dtype_name(state_dtype),
-            "max_grad_norm": None,  # for groups only: the argument is a limit over all groups
-            "write_back_grads": write_back_grads,
-        }
-        options.check_initial(options.plain(defaults))
-        options.check_ours(options.plain_flags(own_options))
-        options.check_limit(max_grad_norm)
-        options.check_unscale(unscale, process_group)
-        self._unscale = unscale
-        self.max_grad_norm = max_grad_norm
-        self.process_group = process_group
-        self._own_options = own_options
-        self._columns = ColumnCache(self._own_options)
-        self._written = WrittenParams()
-        self._note_zero()
-        self._spare_masters: Spares = {}
-        Optimizer.__init__(self, params, defaults)
-        self._traced, self._slot = Traced(self), Slot()
-
-    def _note_zero(self) -> None:
-        self._is_in_zero = is_called_from(ZERO) and torch.distributed.get_world_size() > 1
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters as torch does; its options are checked like the constructor's.
-
-        Args:
-            param_group: A dict with `params`, and any options of a group.
-
-        Raises:
-            TypeError: An option has a wrong type.
-            ValueError: An option is out of range, or a parameter is in another group.
-        """
-        Optimizer.add_param_group(self, param_group)
-        group = self.param_groups[-1]
-        if self._has_own_options:
-            if options.has_torchs(group):  # perhaps from torch's optimizer
-                group = self.param_groups[-1] = options.drop_torchs_options(group)
-            if "state_dtype" in group:
-                group["state_dtype"] = options.state_dtype_name(group["state_dtype"])
-            options.plain(group)
-        try:
-            options.check_initial(group)
-            options.check_params(group, len(self.param_groups) - 1, self._own_options)
-            if self.process_group is not None:
-                refuse_common_ranks(group["params"], self.process_group)
-        except Exception:
-            del self.param_groups[-1]
-            raise
-        options.warn_of_slow_decay(group, self._own_options)
-        self._columns = ColumnCache(self._own_options)
-
-    def __repr__(self) -> str:
-        """Return torch's text, with the constructor's own options in each group."""
-        lines = [f"{type(self).__name__} ("]
-        for index, group in enumerate(self.param_groups):
-            lines.append(f"Parameter Group {index}")
-            shown = self.options_of(group) if self._has_own_options else group
-            lines += [f"    {name}: {shown[name]}" for name in sorted(shown.keys() - {"params"})]
-        return "\n".join([*lines, ")"])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle and deepcopy."""
-        own = {name: vars(self)[name] for name in OWN_ATTRIBUTES & vars(self).keys()}
-        return {**Optimizer.__getstate__(self), **own}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Adam":
-        """Copy the optimizer; the copy has the same process group."""
-        memo[id(self.process_group)] = self.process_group
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state for pickle, deepcopy and load_state_dict."""
-        loading = self._loading
-        if loading is not None:
-            options.fill(self.param_groups, self.defaults)
-            old, new = self.param_groups, state["param_groups"]
-            _loading.keep_options(new, old)
-            states = _loading.new_states(old, loading, self._own_options)
-            _loading.keep_rates(new, old)
-            state = {**state, "state": self.state}
-        Optimizer.__setstate__(self, state)
-        if self._has_own_options:
-            self.defaults.pop("differentiable", None)  # set by torch's __setstate__
-        self._columns = ColumnCache(self._own_options)
-        self._written = vars(self).get("_written") or WrittenParams()
-        self._written.forget()
-        self._traced = vars(self).get("_traced") or Traced(self)
-        self._slot = vars(self).get("_slot") or Slot()
-        self._traced.param_groups = self.param_groups
-        self._spare_masters = {}
-        if loading is not None:
-            if is_called_from(DCP):  # masters may have stayed, if its checkpoint had none
-                self._written.compare()
-            others = _loading.unowned_states(self.param_groups, loading)
-            self._spare_masters = _loading.put_states(
-                self.state, states, others, in_place=self._is_in_graphs
-            )
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient, and their state, in place.
-
-        The host does not wait. The step is skipped on the device if a scaler has found a non-finite
-        gradient. Gradients are only read, unless `write_back_grads` is set.
-
-        Args:
-            closure: A function that is called first, with gradients enabled; it computes the loss
-                and the gradients, and returns the loss.
-
-        Returns:
-            The result of `closure`, or None.
-
-        Raises:
-            TypeError: A gradient or a state tensor has a dtype that does not fit its parameter.
-            ValueError: An option is out of range, or a gradient has another shape or device.
-            RuntimeError: A gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        try:
-            self._step()
-        except (RuntimeError, ValueError, TypeError):
-            self._columns.forget_step(self.state)
-            for group in self.param_groups:
-                for param in group["params"]:
-                    refuse_sparse(param)  # clearer than the ops' errors
-            raise
-        return loss
-
-    _own_step = inspect.unwrap(step)  # derived classes may override step
-
-    def _traced_zero_grad(self, set_to_none: bool = True) -> None:
-        if not set_to_none:
-            Optimizer.zero_grad(self, set_to_none)
-            return
-        for group in groups_of(self):
-            for param in group["params"]:
-                param.grad = None  # not read, so the graph does not depend on it
-
-    @traced_as(_traced_zero_grad)
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients as torch does, but so that torch.compile can trace it.
-
-        Args:
-            set_to_none: Set gradients to None; False sets their elements to 0.
-        """
-        Optimizer.zero_grad(self, set_to_none)
-
-    def _step(self) -> None:
-        take_step(self)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Return True if a scaler leaves unscaling and skipping to the step. The name is torch's.
-
-        Scalers and frameworks read it. Programs set it, to have the gradients unscaled before.
-        """
-        is_auto = self._unscale == "auto" and self.process_group is None
-        return self._unscale != "before" and not (is_auto and is_wrapped_by_accelerate(self))
-
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, value: bool) -> None:
-        self._unscale = "in_step" if value else "before"
-
-    def _may_skip_itself(self) -> bool:
-        """Return True if the device may decide to skip a step, which creates state even then."""
-        return True
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """Norm of the last step's unscaled gradients before clipping, 0-dim, on their device.
-
-        Groups that have a limit of their own are left out. The norm is None before the first step,
-        and if the constructor got no `max_grad_norm`.
-        """
-        if self.max_grad_norm is None or self._grad_norm is None:
-            return None
-        return self._grad_norm.clone()
-
-    @grad_norm.setter
-    def grad_norm(self, norm: Tensor | None) -> None:
-        if self._grad_norm is not None:
-            self._grad_norm.copy_(torch.zeros(()) if norm is None else norm)
-
-    def master_params(self) -> Iterator[Tensor]:
-        """Iterate over the tensors that hold the full precision, in the order of the parameters.
-
-        Yields:
-            A parameter's float32 master, a new float32 tensor if the parameter has a remainder, or
-            else the parameter itself.
-        """
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = exported(param, self.state.get(param, {}))
-                yield state.get("master_param", param)
-
-    @torch.no_grad()
-    def sync_masters_from_model(self) -> None:
-        """Set all masters to the parameters. The additional bits of the masters are lost."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if "master_param" in self.state.get(param, {}):
-                    renew_master(self.state[param], param)
-        self._written.forget()
-
-    def options_of(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return all options of a group, with those of the constructor that it does not have.
-
-        Args:
-            group: One of `param_groups`.
-
-        Returns:
-            The options by name, without `params`.
-        """
-        own = {**self._own_options, **group}
-        return {name: value for name, value in own.items() if name != "params"}
-
-    def check_process_group(self, process_group: Any) -> None:
-        """Raise if the optimizer cannot step together with these ranks.
-
-        Args:
-            process_group: What would be its `process_group`.
-
-        Raises:
-            ValueError: The scaler would unscale before each step.
-        """
-        options.check_unscale(self._unscale, process_group)
-
-    def snapshot(self) -> Snapshot:
-        """Return references to the state of parameters with gradients, which a graph writes.
-
-        The values are not copied: `restore` does not undo steps.
-        """
-        return Snapshot(self)
-
-    @torch.no_grad()
-    def restore(self, snapshot: Snapshot) -> None:
-        """Copy the state to the tensors of a snapshot, if others have replaced them since.
-
-        Args:
-            snapshot: The result of `snapshot()` after the capture.
-        """
-        snapshot.put_back(self)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict. Remainders are saved as the float32 masters they represent.
-
-        Returns:
-            A dict with `state` and `param_groups`, as torch's. Tensors are not copied, except
-            remainders and learning rates.
-        """
-        return _loading.saved_state_dict(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or torch's.
-
-        State that a captured or compiled step writes is copied into its tensors; otherwise the
-        tensors are replaced. `master_weights` and `state_dtype` are not loaded: saved state is
-        converted to the present ones. After a checkpoint without masters, for example torch's, the
-        next step makes them from the parameters; a checkpoint with masters sets the parameters too,
-        except 16-bit ones with `master_weights=False`. Options that the checkpoint lacks stay
-        unchanged.
-
-        Args:
-            state_dict: The result of `state_dict()` of Adam or AdamW, ampfuse's or torch's.
-
-        Raises:
-            KeyError: A group or a state lacks an entry of Adam.
-            TypeError: An entry has a wrong type.
-            ValueError: An entry is out of range, or does not fit its parameter.
-        """
-        _loading.load_into(self, state_dict)
-
-
-def is_wrapped_by_accelerate(optimizer: Any) -> bool:
-    """Return True while Accelerate wraps `step` to notice whether a scaler calls it."""
-    step = vars(optimizer).get("step")
-    return getattr(step, "__module__", None) == "accelerate.optimizer"
+        FusedOptimizer.__init__(
+            self,
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "decoupled_weight_decay": decoupled_weight_decay,
+            },
+            {
+                "master_weights": master_weights,
+                "state_dtype": state_dtype,
+                "write_back_grads": write_back_grads,
+            },
+            max_grad_norm=max_grad_norm,
+            unscale=unscale,
+            process_group=process_group,
+        )

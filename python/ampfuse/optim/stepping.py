@@ -22,6 +22,12 @@ def has_scheduler(optimizer: Any) -> bool:
     return is_schedulers and getattr(wrapped, "__wrapped__", None) is type(optimizer).step
 
 
+def is_wrapped_by_accelerate(optimizer: Any) -> bool:
+    """Return True while Accelerate wraps `step` to notice whether a scaler calls it."""
+    step = vars(optimizer).get("step")
+    return getattr(step, "__module__", None) == "accelerate.optimizer"
+
+
 def steps_alone(optimizer: Any) -> bool:
     """Return True if no other code runs between a call of `step` and Adam's own code."""
     return (

@@ -11,6 +11,7 @@ from ampfuse import optim
 from ampfuse._graphs import eager_only
 from ampfuse.gradients.devices import is_served
 from ampfuse.gradients.signals import Signals
+from ampfuse.optim.adam import ADAM
 from ampfuse.optim.options import check_initial
 from ampfuse.patching._usage import Usage
 
@@ -116,7 +117,7 @@ def _why_not(optimizer: Optimizer) -> str | None:
             if not is_served(param.device):
                 return f"parameters on {param.device.type}"
         try:
-            check_initial(group)
+            check_initial(ADAM, group)
         except (TypeError, ValueError) as error:
             return str(error)
     return None
