@@ -19,10 +19,11 @@ from ampfuse.losses import (  # noqa: E402
     cross_entropy_,
     linear_cross_entropy,
 )
-from ampfuse.optim import Adam, AdamW  # noqa: E402
+from ampfuse.optim import SGD, Adam, AdamW  # noqa: E402
 from ampfuse.patching import patch, patched, unpatch  # noqa: E402
 
 __all__ = [
+    "SGD",
     "Adam",
     "AdamW",
     "CrossEntropyLoss",

@@ -80,6 +80,11 @@ def described(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
+def type_name(value: Any) -> str:
+    """Return the name of a value's class with its module, since classes may share a name."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def checked_number(name: str, value: Any) -> float:
     """Convert a number, or a tensor with one element, which some programs save."""
     if isinstance(value, Tensor) and value.numel() == 1:

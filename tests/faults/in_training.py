@@ -131,10 +131,31 @@ FAULTS = [
         "tests/python/optim",
     ),
     Fault(
+        "Momentum that is turned on later does not start with the next gradient.",
+        "python/ampfuse/optim/_state.py",
+        """restarts = bool(missing) and options.first_step_sets_moments""",
+        """restarts = False""",
+        "tests/python/optim",
+    ),
+    Fault(
+        "Momentum that was loaded from torch's SGD is thrown away by the next step.",
+        "python/ampfuse/optim/_loading.py",
+        """entries["step"] = 1.0""",
+        """entries["step"] = 0.0""",
+        "tests/python/optim",
+    ),
+    Fault(
         "Under torch.compile the state of all groups is created with the first group's options.",
         "python/ampfuse/optim/_traced.py",
-        """state_options(group, optimizer._own_options)""",
-        """state_options(self.param_groups[0], optimizer._own_options)""",
+        """\
+            of_state = optimizer._rule.state_options(group, optimizer._own_options)
+            for param in of_group:
+""",
+        """\
+            group = self.param_groups[0]
+            of_state = optimizer._rule.state_options(group, optimizer._own_options)
+            for param in of_group:
+""",
         "tests/python/optim tests/python/amp",
     ),
     Fault(
@@ -147,8 +168,8 @@ FAULTS = [
     Fault(
         "A ZeroRedundancyOptimizer accepts a limit over all groups, and clips by a part's norm.",
         "python/ampfuse/optim/_step.py",
-        """refuse_limits_in_zero([*limits, optimizer.max_grad_norm])""",
-        """refuse_limits_in_zero(limits)""",
+        """refuse_limits_in_zero(optimizer, [*limits, optimizer.max_grad_norm])""",
+        """refuse_limits_in_zero(optimizer, limits)""",
         "tests/python/optim tests/python/distributed",
     ),
     Fault(

@@ -28,7 +28,7 @@ class GradScaler(DeviceScaler):
     """A `torch.amp.GradScaler` that makes the host wait for the device only where it must.
 
     Arguments, attributes, private hooks, state dict and error messages are torch's, with additions.
-    Steps of optimizers that take scale and flag as tensors (`ampfuse.Adam`, `AdamW`, torch's with
+    Steps of optimizers that take scale and flag as tensors (ampfuse's, and torch's with
     `fused=True`) make no host wait. For other optimizers the host waits once per step.
 
     How each `update()` changes the scale:
@@ -190,12 +190,12 @@ class GradScaler(DeviceScaler):
         """Call `optimizer.step(*args, **kwargs)` on unscaled gradients; skip if any is non-finite.
 
         The host waits once for the check, except for optimizers that take `grad_scale` and
-        `found_inf` as tensors (`ampfuse.Adam`, `AdamW`, torch's with `fused=True`), which skip on
+        `found_inf` as tensors (ampfuse's, and torch's with `fused=True`), which skip on
         the device. `was_skipped()` reports whether the step was skipped.
 
         Args:
             optimizer: The optimizer that steps. Its gradients are unscaled here, unless `unscale_`
-                or `clip_grad_norm_` did so. `ampfuse.Adam` and `AdamW` leave them scaled in
+                or `clip_grad_norm_` did so. Optimizers of ampfuse leave them scaled in
                 `.grad`, unless `write_back_grads` is set.
             *args: Passed to `optimizer.step`.
             **kwargs: Passed to `optimizer.step`. The keyword `closure` is refused.

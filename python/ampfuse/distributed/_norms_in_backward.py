@@ -10,18 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampfuse._arguments import type_name
 from ampfuse._nested import params_of, unwrapped
 from ampfuse.distributed._buckets import Buckets
 from ampfuse.distributed._collector import Collector
 from ampfuse.gradients.shards import is_distributed, is_dtensor
 from ampfuse.gradients.signals import BackwardNorms
-from ampfuse.optim import Adam
+from ampfuse.optim import FusedOptimizer
 
 
 class NormHooks:
     """The hooks that `norms_in_backward` has installed; `remove()` removes them."""
 
-    def __init__(self, optimizer: Adam, known: BackwardNorms, remove: Callable[[], None]) -> None:
+    def __init__(
+        self, optimizer: FusedOptimizer, known: BackwardNorms, remove: Callable[[], None]
+    ) -> None:
         self._optimizer, self._known, self._remove = optimizer, known, remove
 
     def remove(self) -> None:
@@ -47,7 +50,8 @@ def norms_in_backward(
 
     Args:
         model: The module that computes the gradients, after wrapping.
-        optimizer: `ampfuse.Adam` or `AdamW`, which may be wrapped, for example by Accelerate.
+        optimizer: `ampfuse.Adam`, `AdamW` or `SGD`, which may be wrapped, for example by
+            Accelerate.
         comm_hook: State and hook that DDP would get from `register_comm_hook`; by default gradients
             are averaged. Only for DDP.
 
@@ -69,9 +73,9 @@ def norms_in_backward(
         >>> optimizer.step()
     """
     optimizer = unwrapped(optimizer)
-    if not isinstance(optimizer, Adam):
+    if not isinstance(optimizer, FusedOptimizer):
         raise TypeError(
-            f"optimizer: expected ampfuse.Adam or AdamW, got {type(optimizer).__name__}"
+            f"optimizer: expected ampfuse.Adam, AdamW or SGD, got {type_name(optimizer)}"
         )
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     known, groups = BackwardNorms(), _groups_of_norms(optimizer)
@@ -97,7 +101,7 @@ def norms_in_backward(
     return NormHooks(optimizer, known, remove)
 
 
-def _groups_of_norms(optimizer: Adam) -> dict[int, int]:
+def _groups_of_norms(optimizer: FusedOptimizer) -> dict[int, int]:
     """Return the group of each parameter, by its id; -1 for all groups that share a norm."""
     found: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -106,7 +110,7 @@ def _groups_of_norms(optimizer: Adam) -> dict[int, int]:
     return found
 
 
-def _complete_after_backward(model: nn.Module, optimizer: Adam) -> list[torch.Tensor]:
+def _complete_after_backward(model: nn.Module, optimizer: FusedOptimizer) -> list[torch.Tensor]:
     """Return the parameters whose gradients nobody reduces after backward."""
     params = [param for param in params_of(optimizer) if param.requires_grad]
     if not (is_distributed() and torch.distributed.get_world_size() > 1):

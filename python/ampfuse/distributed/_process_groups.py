@@ -4,10 +4,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ampfuse._arguments import type_name
 from ampfuse._nested import unwrapped
 from ampfuse.amp import GradScaler
 from ampfuse.gradients.shards import is_distributed
-from ampfuse.optim import Adam
+from ampfuse.optim import FusedOptimizer
 
 NOT_NEEDED = (
     "Each rank steps all parameters, or its shards of DTensors: no group is needed. For a stage of "
@@ -43,7 +44,8 @@ def join_ranks(
 
     Args:
         model: The module that this rank holds.
-        optimizer: `ampfuse.Adam` or `AdamW`, which may be wrapped; its `process_group` is set.
+        optimizer: `ampfuse.Adam`, `AdamW` or `SGD`, which may be wrapped; its `process_group` is
+            set.
         scaler: An `ampfuse.GradScaler`, whose `process_group` is set, or None.
         pipeline: The stage of a pipeline (`torch.distributed.pipelining.PipelineStage`), or None.
 
@@ -71,9 +73,9 @@ def join_ranks(
         raise ValueError(f"model: expected one process group, got {len(found)}. {reasons}")
     group, reason = found[0]
     inner = unwrapped(optimizer)
-    if inner is not None and not isinstance(inner, Adam):
+    if inner is not None and not isinstance(inner, FusedOptimizer):
         raise TypeError(
-            f"optimizer: expected ampfuse.Adam or AdamW, got {type(inner).__name__}. {reason}"
+            f"optimizer: expected ampfuse.Adam, AdamW or SGD, got {type_name(inner)}. {reason}"
         )
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler: expected ampfuse.GradScaler, got {type(scaler)}. {reason}")

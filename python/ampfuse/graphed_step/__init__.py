@@ -8,17 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from ampfuse import _C
-from ampfuse._arguments import checked_count
+from ampfuse._arguments import checked_count, type_name
 from ampfuse._nested import params_of
 from ampfuse.amp import GradScaler
 from ampfuse.graphed_step._warm_up import warm_up
-from ampfuse.optim import Adam
+from ampfuse.optim import FusedOptimizer
 from ampfuse.optim.options import check_limit
 
 # Options that a program may change without knowing, and the remedies.
 HINTS = {
     "model.training": "the model is in another mode: call model.train()",
     "betas": "pass cycle_momentum=False to the scheduler",
+    "momentum of": "pass cycle_momentum=False to the scheduler",
 }
 
 # The attributes of a GraphedStep that a captured graph does not read again.
@@ -67,7 +68,7 @@ class GraphedStep:
         model: The module that is trained.
         loss_fn: A function or module that takes the model's output and the last tensor of a batch,
             and returns the loss, one number in a tensor.
-        optimizer: `ampfuse.Adam` or `AdamW`; other optimizers are refused.
+        optimizer: `ampfuse.Adam`, `AdamW` or `SGD`; other optimizers are refused.
         scaler: An `ampfuse.GradScaler`; `GradScaler(enabled=False)` if losses are not scaled.
         sample: The tensors of a batch, all on the device of the model. Warm-up steps use them.
         autocast: The dtype in which forward and loss run, or None.
@@ -101,7 +102,7 @@ class GraphedStep:
         self,
         model: nn.Module,
         loss_fn: Callable[[Any, Tensor], Tensor],
-        optimizer: Adam,
+        optimizer: FusedOptimizer,
         scaler: GradScaler,
         sample: Sequence[Tensor],
         *,
@@ -113,7 +114,7 @@ class GraphedStep:
         self.optimizer, self.scaler = optimizer, scaler
         self.autocast, self.max_grad_norm = autocast, max_grad_norm
         _expect("model", model, nn.Module, "torch.nn.Module")
-        _expect("optimizer", optimizer, Adam, "ampfuse.Adam or AdamW")
+        _expect("optimizer", optimizer, FusedOptimizer, "ampfuse.Adam, AdamW or SGD")
         _expect("scaler", scaler, GradScaler, "ampfuse.GradScaler")
         if autocast is not None:
             _expect("autocast", autocast, torch.dtype, "a torch.dtype or None")
@@ -322,8 +323,7 @@ def _own_rate(lr: float | Tensor, rates: list[Any], device: torch.device) -> Ten
 
 def _expect(name: str, value: Any, kind: type, described: str) -> None:
     if not isinstance(value, kind):
-        found = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise TypeError(f"{name}: expected {described}, got {found}")
+        raise TypeError(f"{name}: expected {described}, got {type_name(value)}")
 
 
 def _device_of(sample: list[Tensor]) -> torch.device:

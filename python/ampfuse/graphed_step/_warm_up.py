@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ampfuse.amp import GradScaler
-from ampfuse.optim import Adam
+from ampfuse.optim import FusedOptimizer
 
 
 @contextmanager
 def warm_up(
-    roots: list[nn.Module], optimizer: Adam, scaler: GradScaler, device: torch.device
+    roots: list[nn.Module], optimizer: FusedOptimizer, scaler: GradScaler, device: torch.device
 ) -> Iterator[None]:
     """Undo what training steps in this block change, but keep optimizer state that they create.
 

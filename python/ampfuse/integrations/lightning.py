@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from ampfuse._nested import unwrapped
 from ampfuse.amp import GradScaler
 from ampfuse.integrations import ScaleMetrics, measured_scaler
-from ampfuse.optim import Adam
+from ampfuse.optim import FusedOptimizer
 from ampfuse.optim.stepping import takes_tensors
 
 
@@ -50,7 +50,8 @@ class MixedPrecision(trainers.MixedPrecision):
         self, precision: str = "16-mixed", device: str = "cuda", **scaler_options: Any
     ) -> None:
         super().__init__(precision, device, _scaler(precision, device, scaler_options))
-        self._own_limits: dict[Adam, float | None] = {}  # of optimizers that are to be clipped
+        # The limits of optimizers that are to be clipped.
+        self._own_limits: dict[FusedOptimizer, float | None] = {}
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step, as Lightning calls it. The limit that `clip_gradients` has set is for this step.
@@ -84,7 +85,8 @@ class MixedPrecision(trainers.MixedPrecision):
         if clip_val <= 0:
             return
         optimizer = unwrapped(optimizer)
-        if isinstance(optimizer, Adam) and gradient_clip_algorithm == GradClipAlgorithmType.NORM:
+        is_norm = gradient_clip_algorithm == GradClipAlgorithmType.NORM
+        if isinstance(optimizer, FusedOptimizer) and is_norm:
             self._own_limits.setdefault(optimizer, optimizer.max_grad_norm)
             optimizer.max_grad_norm = clip_val
             return

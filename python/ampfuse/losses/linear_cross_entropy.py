@@ -78,7 +78,7 @@ def linear_cross_entropy(
     products are in float16 or bfloat16, losses are float32, logits have `logits_dtype`, and the
     weight's gradient is summed in float32. This sum is then rounded to the weight's dtype, unless
     `weight.grad_dtype` is float32. float32 gradients of 16-bit weights are supported by
-    `ampfuse.Adam`, `AdamW` and torch's SGD, but not by other optimizers, torch.compile and DDP.
+    optimizers of ampfuse and by torch's SGD, but not by other optimizers, torch.compile and DDP.
 
     One chunk of rows at a time is turned into logits, losses and gradients. With reductions mean
     and sum, backward then only multiplies the gradients by the number that it receives. With

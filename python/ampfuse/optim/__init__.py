@@ -3,5 +3,6 @@
 from ampfuse.optim.adam import Adam
 from ampfuse.optim.adamw import AdamW
 from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.sgd import SGD
 
-__all__ = ["Adam", "AdamW", "FusedOptimizer"]
+__all__ = ["SGD", "Adam", "AdamW", "FusedOptimizer"]

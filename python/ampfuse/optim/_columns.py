@@ -21,7 +21,7 @@ from ampfuse.gradients.devices import move_to
 from ampfuse.gradients.lists import GradientList, resolve_conjugate_grad
 from ampfuse.gradients.shards import is_dtensor, local, place_gradient, sharding_of
 from ampfuse.optim._rule import Rule
-from ampfuse.optim._state import Spares, ensure
+from ampfuse.optim._state import Spares, ensure_in
 from ampfuse.optim.options import check_params, option
 
 
@@ -87,15 +87,23 @@ class GroupColumns:
         self._op_options = op_options(rule, group, own_options)
         self._moments = self._state_options.moments
         self._absent: list[list[Tensor]] = [[] for _ in rule.moments[len(self._moments) :]]
+        count_steps = self._state_options.count_steps
+        self._counts = count_steps(has_master=False), count_steps(has_master=True)
         grads, self._kinds = self._grads_and_kinds()
         for index, param in enumerate(self._params):
             if grads[index] is None:
                 continue
             refuse_sparse(param, rule)
-            ensure(state[param], param, self._state_options, spares)
-            kind = (param.device, "master_param" in state[param])
+            of_param = ensure_in(state, param, self._state_options, spares)
+            kind = (param.device, "master_param" in of_param)
             self._members.setdefault(kind, []).append(index)
-            self._states.setdefault(kind, []).append(state[param])
+            self._states.setdefault(kind, []).append(of_param)
+        self._counted = [
+            one
+            for (_, has_masters), states in self._states.items()
+            if self._counts[has_masters]
+            for one in states
+        ]
         self._steps = self._read_steps()
 
     def read(self, group: dict[str, Any]) -> list[Columns] | None:
@@ -122,7 +130,7 @@ class GroupColumns:
         return self._rule.state_options(group, self._own_options) == self._state_options
 
     def _read_steps(self) -> list[Any]:
-        return [state["step"] for state in chain.from_iterable(self._states.values())]
+        return [state["step"] for state in self._counted]
 
     def _grads_and_kinds(self) -> tuple[list[Any], Any]:
         """Return all gradients, and a key: all dtypes and which parameters have a gradient.
@@ -151,8 +159,9 @@ class GroupColumns:
             grads=all_grads if everything else [all_grads[i] for i in members],
             options=self._op_options,
             moments=[[state[name] for state in states] for name in self._moments] + self._absent,
-            state_steps=[state["step"] for state in states],
         )
+        if self._counts[has_masters]:
+            columns.state_steps = [state["step"] for state in states]
         if has_masters:
             columns.masters = [state["master_param"] for state in states]
         if self._is_plain:

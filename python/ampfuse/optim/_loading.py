@@ -38,7 +38,7 @@ def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
     loading: dict[str, Any] = {}
 
     def withhold_state(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        given = drop_torchs_options_and_masters(given)
+        given = adopt(optimizer._rule, given)
         loading.update(given)
         return {**given, "state": {}}
 
@@ -54,8 +54,9 @@ def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
 def export(optimizer: Any, saved: dict[str, Any]) -> None:
     """Convert entries that are saved in another form than they are kept. This is a hook."""
+    is_dcp = is_called_from(DCP)
     if optimizer._has_own_options:  # programs may add torch's options at any time
-        torchs = TORCHS_OWN if is_called_from(DCP) else {}
+        torchs = TORCHS_OWN if is_dcp else {}
         groups = saved["param_groups"]
         saved["param_groups"] = [{**drop_torchs_options(group), **torchs} for group in groups]
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
@@ -64,7 +65,10 @@ def export(optimizer: Any, saved: dict[str, Any]) -> None:
         for param, key in zip(group["params"], saved_group["params"], strict=True):
             if key in saved["state"]:
                 state = _state.include_writes_in_state(param, saved["state"][key])
-                saved["state"][key] = exported(param, state)
+                state = exported(param, state)
+                # DCP needs the same entries in what it saves and in what it loads.
+                state = state if is_dcp else _state.drop_unset_moments(state, optimizer._rule)
+                saved["state"][key] = state
 
 
 Owner = tuple[Tensor, dict[str, Any], int]  # a parameter, its group and its index there
@@ -205,28 +209,42 @@ def keep_options(rule: Rule, loaded: list[dict[str, Any]], groups: list[dict[str
             raise type(error)(f"loaded state dict: group {index}: {error}") from None
 
 
-def drop_torchs_options_and_masters(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict without torch's options, and without masters that torch's class saved.
-
-    torch's class keeps masters that it has loaded, but does not step them. A distributed checkpoint
-    has masters only if ours saved it, since torch's class asks it for none.
-    """
+def adopt(rule: Rule, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict, perhaps torch's, without torch's options, and with our state only."""
     is_dcp = is_called_from(DCP)
     if not isinstance(saved.get("state"), dict):
         found = _kind(saved.get("state"))
         raise TypeError(f"loaded state dict: state: expected a dict, got {found}")
     groups, state = [], dict(saved["state"])
     for group in saved["param_groups"]:
-        is_stale = has_torchs(group) and not is_dcp
+        is_torchs = has_torchs(group) and not is_dcp
         for param in group["params"]:
-            entries = state.get(param)
-            # DCP puts an empty dict for an entry that flattened state lacks.
-            if isinstance(entries, dict) and (
-                is_stale or is_empty_dict(entries.get("master_param"))
-            ):
-                state[param] = {k: v for k, v in entries.items() if k != "master_param"}
+            if isinstance(state.get(param), dict):
+                state[param] = adopt_entries(rule, state[param], is_torchs)
         groups.append(drop_torchs_options(group))
     return {**saved, "state": state, "param_groups": groups}
+
+
+def adopt_entries(rule: Rule, saved: dict[str, Any], is_torchs: bool) -> dict[str, Any]:
+    """Return a parameter's state without what torch's class cannot have written.
+
+    That class keeps masters and counters of ours that it has loaded, but does not step them. A
+    distributed checkpoint has masters only if ours saved it, since torch's class asks it for none.
+    It has an empty dict for an entry that flattened state lacks.
+    """
+    entries = dict(saved)
+    if is_torchs or is_empty_dict(entries.get("master_param")):
+        entries.pop("master_param", None)
+    if not rule.first_step_sets_moments:
+        return entries
+    for name in rule.moments:
+        if entries.get(name) is None:  # torch's state without momentum
+            entries.pop(name, None)
+    if is_torchs or is_empty_dict(entries.get("step")):
+        entries.pop("step", None)
+    if "step" not in entries and any(name in entries for name in rule.moments):
+        entries["step"] = 1.0  # at least one step has set the moments
+    return entries
 
 
 def is_empty_dict(value: Any) -> bool:

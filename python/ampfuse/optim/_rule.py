@@ -17,6 +17,11 @@ class StateOptions(NamedTuple):
     moments: tuple[str, ...]
     first_step_sets_moments: bool
 
+    def count_steps(self, has_master: bool) -> bool:
+        """Return True if a parameter with or without a master has a step counter."""
+        has_float_master = has_master and self.master_weights != "remainder"
+        return not self.first_step_sets_moments or bool(self.moments) or has_float_master
+
 
 @dataclass(frozen=True)
 class Rule:

@@ -17,7 +17,7 @@ class Snapshot:
 
     def __init__(self, optimizer: Any) -> None:
         self._states: list[tuple[Tensor, dict[str, Any]]] = [
-            (param, dict(optimizer.state[param]))
+            (param, dict(optimizer.state.get(param, {})))
             for param in params_of(optimizer)
             if param.grad is not None
         ]
@@ -37,7 +37,8 @@ class Snapshot:
         """
         if optimizer._columns is not self._columns:  # state was loaded, or a group was added
             for param, tensors in self._states:
-                put_tensors(optimizer.state[param], tensors, param)
+                if tensors:
+                    put_tensors(optimizer.state[param], tensors, param)
             self._columns = optimizer._columns
         self._written.adopt(self._stepped)
 

@@ -11,27 +11,42 @@ from ampfuse._graphs import is_capturing
 from ampfuse.gradients.mistakes import has_number
 from ampfuse.gradients.shards import local, sharded_like
 from ampfuse.optim._remainders import join, split
-from ampfuse.optim._rule import StateOptions
+from ampfuse.optim._rule import Rule, StateOptions
 from ampfuse.optim.options import MOMENT_DTYPES, dtype_name
 
 Spares = dict[Tensor, Tensor]  # by parameter: masters that the next step sets to the parameter
 
 
+def ensure_in(
+    states: dict[Tensor, dict[str, Any]], param: Tensor, options: StateOptions, spares: Spares
+) -> dict[str, Any]:
+    """Create and convert a parameter's state, and return it. State without entries is not kept."""
+    state = states.get(param, {})
+    ensure(state, param, options, spares)
+    if state:
+        states[param] = state
+    return state
+
+
 def ensure(state: dict[str, Any], param: Tensor, options: StateOptions, spares: Spares) -> None:
     """Create missing entries of a parameter's state, and convert entries of another dtype."""
-    if "step" not in state:
-        refuse_in_capture()
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-    else:  # other code may have put it on the host, as torch does
-        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
+    of_master = master_dtype(param, options)
+    missing = [name for name in options.moments if state.get(name) is None]
+    if options.count_steps(of_master is not None):
+        restarts = bool(missing) and options.first_step_sets_moments
+        if "step" not in state or restarts:
+            refuse_in_capture()
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        else:  # other code may have put it on the host, as torch does
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
     dtype = moment_dtype(param, options)
     for name in options.moments:
-        if name not in state:
+        if name in missing:
             refuse_in_capture()
             state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
         elif isinstance(state[name], Tensor) and state[name].dtype != dtype:
             state[name] = state[name].to(dtype)
-    ensure_master(state, param, master_dtype(param, options), spares)
+    ensure_master(state, param, of_master, spares)
 
 
 @torch.no_grad()
@@ -149,6 +164,19 @@ def include_writes_in_state(param: Tensor, state: dict[str, Any]) -> dict[str, A
     if not isinstance(master, Tensor) or master.dtype != torch.float32:
         return state
     return {**state, "master_param": include_writes(param, master)}
+
+
+def drop_unset_moments(state: dict[str, Any], rule: Rule) -> dict[str, Any]:
+    """Return a parameter's state without moments that no step has set. The host waits.
+
+    Torch's class would take their zeros for momentum.
+    """
+    step = state.get("step")
+    if not rule.first_step_sets_moments or not isinstance(step, Tensor) or not has_number(step):
+        return state
+    if local(step).item() != 0:
+        return state
+    return {name: value for name, value in state.items() if name not in rule.moments}
 
 
 def converted(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:

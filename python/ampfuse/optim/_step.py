@@ -22,7 +22,7 @@ def take_step(optimizer: Any) -> None:
     groups = groups_of(optimizer)
     limits = options.limits_of(groups, optimizer._own_options)
     if optimizer._is_in_zero and optimizer.process_group is None:
-        refuse_limits_in_zero([*limits, optimizer.max_grad_norm])
+        refuse_limits_in_zero(optimizer, [*limits, optimizer.max_grad_norm])
     signals = Signals.read(optimizer)
     columns = read_columns(optimizer, groups, limits)
     clips, found_inf = group_clips(optimizer, groups, columns, limits, signals)
@@ -35,13 +35,14 @@ def take_step(optimizer: Any) -> None:
     note_step(optimizer, columns)
 
 
-def refuse_limits_in_zero(limits: list[float | None]) -> None:
+def refuse_limits_in_zero(optimizer: Any, limits: list[float | None]) -> None:
     """Raise for any finite limit, since the norm would cover only a part of the gradients."""
     if any(limit is not None and limit < float("inf") for limit in limits):
         raise ValueError(
             "max_grad_norm: in a ZeroRedundancyOptimizer each rank has only some of the "
             "parameters, and would clip by the norm of these. Pass "
-            "optimizer_class=functools.partial(ampfuse.AdamW, max_grad_norm=..., "
+            f"optimizer_class=functools.partial(ampfuse.{type(optimizer).__name__}, "
+            "max_grad_norm=..., "
             "process_group=torch.distributed.group.WORLD), and no max_grad_norm beside it"
         )
 

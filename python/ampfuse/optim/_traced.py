@@ -21,7 +21,7 @@ from ampfuse.optim._columns import (
     op_options,
     refuse_sparse,
 )
-from ampfuse.optim._state import ensure
+from ampfuse.optim._state import ensure_in, master_dtype
 from ampfuse.optim.options import check_limit, limits_of
 
 
@@ -74,8 +74,7 @@ class Traced:
         for group, of_group in zip(self.param_groups, params, strict=True):
             of_state = optimizer._rule.state_options(group, optimizer._own_options)
             for param in of_group:
-                state = optimizer.state[param]
-                ensure(state, param, of_state, optimizer._spare_masters)
+                state = ensure_in(optimizer.state, param, of_state, optimizer._spare_masters)
                 make_static(state.values())
 
 
@@ -99,23 +98,26 @@ def traced_columns(
 
 def _group_columns(optimizer: Any, group: dict[str, Any], params: list[Tensor]) -> list[Columns]:
     rule = optimizer._rule
-    names, of_op = rule.moments_of(group), op_options(rule, group, optimizer._own_options)
+    of_state = rule.state_options(group, optimizer._own_options)
+    of_op = op_options(rule, group, optimizer._own_options)
     found: dict[tuple[torch.device, bool], Columns] = {}
     for param in params:
         refuse_sparse(param, rule)
         id(param)  # a guard: the graph holds this parameter's state, so it does not fit others
-        state = optimizer.state[param]
-        kind = (param.device, "master_param" in state)
+        has_master = master_dtype(param, of_state) is not None
+        state = optimizer.state[param] if of_state.moments or has_master else {}
+        kind = (param.device, has_master)
         if kind not in found:
             found[kind] = Columns(param.device, options=of_op, moments=[[] for _ in rule.moments])
         columns = found[kind]
         assert param.grad is not None
         columns.params.append(param)
         columns.grads.append(param.grad)
-        for name, moment in zip(names, columns.moments, strict=False):
+        for name, moment in zip(of_state.moments, columns.moments, strict=False):
             moment.append(state[name])
-        columns.state_steps.append(state["step"])
-        if "master_param" in state:
+        if of_state.count_steps(has_master):
+            columns.state_steps.append(state["step"])
+        if has_master:
             columns.masters.append(state["master_param"])
     if all(map(is_plain, params)):
         return list(found.values())

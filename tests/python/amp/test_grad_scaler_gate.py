@@ -36,7 +36,9 @@ class Training:
         return self.optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("optimizer", [ampfuse.AdamW, torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "optimizer", [ampfuse.AdamW, ampfuse.SGD, torch.optim.SGD, torch.optim.AdamW]
+)
 def test_rate_follows_the_steps_that_were_taken(device, optimizer):
     training = Training(device, optimizer)
     training.run(FACTORS)

@@ -27,6 +27,7 @@ OPTIMIZERS = {
     for cls, options in OF_TORCH
     for how in ("for loop", "foreach", "fused")
 } | {f"ampfuse.{cls.__name__}": partial(cls, **ADAM) for cls in CLASSES}
+OPTIMIZERS["ampfuse.SGD"] = partial(ampfuse.SGD, lr=0.1, momentum=0.9)
 OPTIMIZERS["ampfuse.AdamW, clipping"] = partial(ampfuse.AdamW, **ADAM, max_grad_norm=MAX_NORM)
 # The scaler reads the flag, torch's kernel does, ours does.
 THREE_WAYS = ["SGD foreach", "AdamW fused", "ampfuse.AdamW"]

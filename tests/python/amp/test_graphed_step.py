@@ -19,6 +19,8 @@ KINDS = {
     "masters": {"half": True},
     "remainders": {"half": True, "master_weights": "remainder", "state_dtype": torch.bfloat16},
     "amsgrad, written back": {"amsgrad": True, "write_back_grads": True},
+    "SGD": {"make": ampfuse.SGD, "momentum": 0.9, "half": True},
+    "SGD without state": {"make": ampfuse.SGD},
     "accumulated": {"parts": 4},
     "checkpointed": {"checkpointed": True},
     "no scaler": {"scaler": {"enabled": False}},

@@ -46,7 +46,9 @@ def test_invalid_arguments_are_refused_by_name(device, arguments, error, words):
 
 def test_optimizers_and_scalers_of_torch_are_refused(device):
     side = Side(device)
-    with pytest.raises(TypeError, match=r"expected ampfuse.Adam or AdamW, got torch.optim.sgd.SGD"):
+    with pytest.raises(
+        TypeError, match=r"expected ampfuse.Adam, AdamW or SGD, got torch.optim.sgd.SGD"
+    ):
         made(side, optimizer=torch.optim.SGD(side.model.parameters()))
     with pytest.raises(TypeError, match=r"scaler: expected ampfuse.GradScaler, got torch.amp"):
         made(side, scaler=torch.amp.GradScaler(device.type))

@@ -21,6 +21,7 @@ KINDS = {
     "clipped by the scaler": {"clips": "by the scaler"},
     "not clipped, fp16": {"max_grad_norm": None, "autocast": torch.float16},
     "bf16 parameters with remainders": {"half": True, "master_weights": "remainder"},
+    "SGD": {"optimizer": partial(ampfuse.SGD, momentum=0.9), "half": True},
     "accumulated": {"batches": 2},
     "linear loss": {"model": partial(Transformer, linear_loss=True)},
     "checkpointed": {"model": partial(Transformer, checkpointing=True, blocks=1)},

@@ -25,15 +25,17 @@ OPTIONS = {
     "bfloat16 moments": {"state_dtype": torch.bfloat16},
     "masters": {"dtype": torch.bfloat16},
     "remainders": {"dtype": torch.bfloat16, "master_weights": "remainder"},
+    "SGD": {"dtype": torch.bfloat16, "momentum": 0.9},
 }
 STAGES = [Scenarios(ranks) for ranks in (2, 1, 4)]
 # The optimizers that save and load in turn.
 PAIRS = {
     **{kind: (ampfuse.AdamW,) * 3 for kind in OPTIONS},
+    "SGD": (ampfuse.SGD,) * 3,
     "torch, then ours": (torch.optim.AdamW, ampfuse.AdamW, torch.optim.AdamW),
     "ours, then torch": (ampfuse.AdamW, torch.optim.AdamW, ampfuse.AdamW),
 }
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 CASES = [(kind, flatten) for kind in PAIRS for flatten in (False, True)]
 
 

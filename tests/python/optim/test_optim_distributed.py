@@ -41,11 +41,11 @@ def model(dtype):
     return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(dtype)
 
 
-def sharded(dtype, **options):
+def sharded(dtype, cls=ampfuse.AdamW, **options):
     """Return a fully sharded model and its optimizer."""
     network = model(dtype)
     fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
-    return network, ampfuse.AdamW(network.parameters(), **OPTIONS, **options)
+    return network, cls(network.parameters(), **OPTIONS, **options)
 
 
 def train(network, optimizer, steps=4):
@@ -77,6 +77,26 @@ def fsdp(case):
         "shards": {tuple(x.to_local().shape) for x in state.values() if x.dim()},
         "step": state["step"].item(),
     }
+
+
+@scenario("SGD")
+def fsdp_with_sgd(_):
+    network, optimizer = sharded(torch.bfloat16, cls=ampfuse.SGD, momentum=0.9, max_grad_norm=CLIP)
+    train(network, optimizer)
+    buffers = [optimizer.state[param]["momentum_buffer"] for param in network.parameters()]
+    return {"masters": whole(optimizer.master_params()), "buffers": whole(buffers)}
+
+
+def test_fully_sharded_model_steps_with_sgd_like_an_unsharded_one():
+    network = model(torch.bfloat16)
+    alone = ampfuse.SGD(network.parameters(), momentum=0.9, max_grad_norm=CLIP, **OPTIONS)
+    train(network, alone)
+    for result in scenario.results("fsdp_with_sgd", "SGD"):
+        for buffer, param in zip(result["buffers"], network.parameters(), strict=True):
+            expected = alone.state[param]["momentum_buffer"]
+            torch.testing.assert_close(buffer, expected, rtol=1e-5, atol=1e-6)
+        for master, other in zip(result["masters"], alone.master_params(), strict=True):
+            torch.testing.assert_close(master, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -31,21 +31,29 @@ def played(tmp_path_factory):
     scenario.play(tmp_path_factory.mktemp("processes"))
 
 
-@scenario(*DTYPES)
-def zero_redundancy(dtype):
+CLASSES = {"AdamW": (ampfuse.AdamW, OPTIONS), "SGD": (ampfuse.SGD, {**OPTIONS, "momentum": 0.9})}
+CASES = [*(("AdamW", dtype) for dtype in DTYPES), ("SGD", torch.bfloat16)]
+
+
+@scenario(*CASES)
+def zero_redundancy(case):
+    name, dtype = case
+    cls, options = CLASSES[name]
     params = parameters(CPU, dtype)
-    optimizer = ZeroRedundancyOptimizer(params, ampfuse.AdamW, **OPTIONS)
+    optimizer = ZeroRedundancyOptimizer(params, cls, **options)
     train(optimizer, params, range(5))
     optimizer.consolidate_state_dict(to=0)
     saved = optimizer.state_dict() if dist.get_rank() == 0 else None
     return {"params": clones(params), "saved": saved, "owned": len(optimizer.optim.state)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_adamw_in_zero_redundancy_optimizer_steps_as_on_one_rank(dtype):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_zero_redundancy_optimizer_steps_as_on_one_rank(case):
+    name, dtype = case
+    cls, options = CLASSES[name]
     params = parameters(CPU, dtype)
-    alone = trained(ampfuse.AdamW, params, range(5), **OPTIONS)
-    results = scenario.results("zero_redundancy", dtype)
+    alone = trained(cls, params, range(5), **options)
+    results = scenario.results("zero_redundancy", case)
     for result in results:
         assert_same_bits(result["params"], params)
     assert sum(result["owned"] for result in results) == len(params)

@@ -16,6 +16,7 @@ KINDS = {
     "float32": {},
     "torch's AdamW": {"make": torch.optim.AdamW},
     "torch's SGD": {"make": torch.optim.SGD, "momentum": 0.9},
+    "SGD with masters": {"make": ampfuse.SGD, "momentum": 0.9, "dtype": torch.bfloat16},
     "amsgrad": {"make": ampfuse.Adam, "amsgrad": True},
     "bfloat16 with masters": {"dtype": torch.bfloat16, "master_weights": True},
     "bfloat16 with remainders": {"dtype": torch.bfloat16, "master_weights": "remainder"},

@@ -61,6 +61,7 @@ class Side:
         scaler=None,
         parts=1,
         checkpointed=False,
+        make=ampfuse.AdamW,
         monkeypatch=None,
         **options,
     ):
@@ -74,7 +75,7 @@ class Side:
         if half:
             self.model.bfloat16()
         options.setdefault("max_grad_norm", None if clip else 0.5)
-        self.optimizer = ampfuse.AdamW(self.model.parameters(), **{"lr": 1e-2, **options})
+        self.optimizer = make(self.model.parameters(), **{"lr": 1e-2, **options})
         self.scaler = ampfuse.GradScaler(
             device.type, 4.0, growth_interval=2, history=16, **(scaler or {})
         )

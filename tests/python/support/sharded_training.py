@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 SHARDED = (
     "float32",
     "torch's AdamW",
+    "SGD with masters",
     "bfloat16 with masters",
     "bfloat16 with remainders",
     "float16 with masters",
