@@ -127,6 +127,7 @@ GradScalerOptions& GradScaler::options() {
 
 at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!is_enabled()) return outputs;
+  TORCH_CHECK_TYPE(outputs.defined(), "GradScaler::scale: expected a tensor, got none");
   state_->has_scaled = true;
   return outputs * on_device(state_->scale_on(outputs.device()), outputs.device());
 }

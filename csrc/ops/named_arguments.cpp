@@ -1,6 +1,7 @@
 #include "named_arguments.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 
@@ -18,6 +19,14 @@ const c10::IValue& NamedArguments::operator[](const char* name) const {
   const c10::IValue* const value = find(name);
   TORCH_INTERNAL_ASSERT(value != nullptr, schema_.name(), " has no argument ", name);
   return *value;
+}
+
+const at::Tensor& NamedArguments::tensor(const char* name) const {
+  const at::Tensor& tensor = (*this)[name].toTensor();
+  // Only C++ programs can pass one. Without this check, torch's errors would not name the argument.
+  TORCH_CHECK_TYPE(tensor.defined(), c10::str(schema_.name()).substr(sizeof("ampfuse::") - 1), ": ",
+                   name, ": expected a tensor, got none");
+  return tensor;
 }
 
 std::optional<at::Tensor> NamedArguments::optional_tensor(const char* name) const {

@@ -30,7 +30,8 @@ class NamedArguments {
   /// Returns null if the schema has no argument of this name.
   const c10::IValue* find(const char* name) const;
   const c10::IValue& operator[](const char* name) const;
-  const at::Tensor& tensor(const char* name) const { return (*this)[name].toTensor(); }
+  /// Throws a TypeError for an undefined tensor.
+  const at::Tensor& tensor(const char* name) const;
   /// Returns nullopt for None and for an undefined tensor.
   std::optional<at::Tensor> optional_tensor(const char* name) const;
 

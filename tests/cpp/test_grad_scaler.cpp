@@ -77,6 +77,8 @@ TEST_CASE("a list of losses is scaled, and the scale is created on their device"
   CHECK(scaled[0].item<float>() == 4);
   CHECK(scaled[1][1].item<float>() == 12);
   CHECK(scaler.scale_tensor().device() == torch::kCPU);
+  CHECK_THROWS_WITH(scaler.scale(torch::Tensor()),
+                    ContainsSubstring("GradScaler::scale: expected a tensor, got none"));
 }
 
 TEST_CASE("scale_tensor exists before the first scale, on the device of the options") {

@@ -171,7 +171,7 @@ TEST_CASE("under autocast loss and gradients are float, not rounded to bfloat16"
   }
 }
 
-TEST_CASE("linear_cross_entropy refuses mixed dtypes and an unknown reduction") {
+TEST_CASE("linear_cross_entropy refuses mixed dtypes, an unknown reduction and undefined tensors") {
   const Head head(torch::kCPU);
   CHECK_THROWS_WITH(
       ampfuse::linear_cross_entropy(head.hidden, head.weight.to(torch::kHalf), head.target),
@@ -179,6 +179,8 @@ TEST_CASE("linear_cross_entropy refuses mixed dtypes and an unknown reduction") 
   CHECK_THROWS_WITH(ampfuse::linear_cross_entropy(head.hidden, head.weight, head.target, {},
                                                   LinearCrossEntropyOptions().reduction("all")),
                     ContainsSubstring("expected \"none\", \"mean\" or \"sum\", got all"));
+  CHECK_THROWS_WITH(ampfuse::linear_cross_entropy(torch::Tensor(), head.weight, head.target),
+                    ContainsSubstring("linear_cross_entropy: hidden: expected a tensor, got none"));
 }
 
 TEST_CASE("LinearCrossEntropyLoss holds the layer, and clone copies it") {
