@@ -175,16 +175,16 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   TORCH_CHECK(
       of_optimizer.stage != Stage::kStepped,
       "step() has already been called since the last update(). Is scaler.update() missing?");
-  auto* const adam = dynamic_cast<Adam*>(&optimizer);
+  auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
   if (of_optimizer.stage == Stage::kReady) {
-    if (adam) {
+    if (fused) {
       inspect_scaled(*state_, of_optimizer, optimizer);
     } else {
       unscale(*state_, of_optimizer, optimizer);
     }
   }
   const std::vector<at::Tensor>& flags = of_optimizer.inspection.found_infs;
-  TORCH_CHECK(!flags.empty() || adam || state_->options.allow_no_grads(),
+  TORCH_CHECK(!flags.empty() || fused || state_->options.allow_no_grads(),
               "No inf checks were recorded for this optimizer: none of its parameters has a "
               "gradient. Did you call scaler.scale(loss).backward()? If it is intended, set "
               "allow_no_grads");
@@ -194,8 +194,8 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   if (state_->options.skip_outliers()) found_inf = at::maximum(found_inf, outlier(*state_));
   state_->history.note_step(found_inf, of_optimizer.inspection);
   at::Tensor loss;
-  if (adam) {
-    loss = step_with_tensors(*adam, of_optimizer.inspection, found_inf);
+  if (fused) {
+    loss = step_with_tensors(*fused, of_optimizer.inspection, found_inf);
   } else if (flags.empty() || found_inf.item<float>() == 0) {  // the host waits for the flag
     loss = optimizer.step();
   }
@@ -205,10 +205,11 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
 }
 
 // Sets scale, flag and norms on the optimizer for the duration of its step.
-at::Tensor GradScaler::step_with_tensors(Adam& optimizer, const amp::Inspection& inspection,
+at::Tensor GradScaler::step_with_tensors(FusedOptimizer& optimizer,
+                                         const amp::Inspection& inspection,
                                          const at::Tensor& found_inf) {
   struct Reset {
-    Adam& optimizer;
+    FusedOptimizer& optimizer;
     ~Reset() {
       optimizer.grad_scale.reset();
       optimizer.found_inf.reset();
@@ -222,8 +223,9 @@ at::Tensor GradScaler::step_with_tensors(Adam& optimizer, const amp::Inspection&
         users_own ? state.scale * on_device(*users_own, state.scale.device()) : state.scale;
   }
   optimizer.found_inf = found_inf;
-  // A derived class may write gradients in its step before it calls Adam's.
-  const bool is_own_step = typeid(optimizer) == typeid(Adam) || typeid(optimizer) == typeid(AdamW);
+  // A class of the user's may write gradients in its step before it calls ours.
+  const std::type_info& type = typeid(optimizer);
+  const bool is_own_step = type == typeid(Adam) || type == typeid(AdamW);
   if (is_own_step && inspection.is_scaled) optimizer.known_norms_ = inspection.total_norms;
   return optimizer.step();
 }

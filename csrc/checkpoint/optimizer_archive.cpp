@@ -2,7 +2,7 @@
 
 #include <ATen/ops/scalar_tensor.h>
 #include <ampfuse/checkpoint.h>
-#include <ampfuse/optim.h>
+#include <ampfuse/fused_optimizer.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/serialize/archive.h>
 
@@ -47,14 +47,6 @@ size_t read_size(InputArchive& archive, const char* key) {
 
 void write_size(OutputArchive& archive, const char* key, size_t size) {
   archive.write(key, at::scalar_tensor(static_cast<int64_t>(size), at::kLong));
-}
-
-// Returns the present options of a group by their names.
-Dict options_of(const torch::optim::OptimizerParamGroup& group) {
-  OutputArchive written;
-  group.options().serialize(written);
-  InputArchive archive = reopened(written, std::nullopt);
-  return dict_of(archive);
 }
 
 // Returns a stored option in the type that the present one has. Python stores 1 where C++ expects
@@ -113,6 +105,13 @@ void clear_scratch(torch::optim::Optimizer& optimizer) {
 
 }  // namespace
 
+Dict options_of(const torch::optim::OptimizerParamGroup& group) {
+  OutputArchive written;
+  group.options().serialize(written);
+  InputArchive archive = reopened(written, std::nullopt);
+  return dict_of(archive);
+}
+
 Dict state_dict_of(torch::optim::Optimizer& optimizer) {
   clear_scratch(optimizer);
   OutputArchive written;
@@ -159,8 +158,8 @@ Dict state_dict_of(torch::optim::Optimizer& optimizer) {
 
 void load_state_dict(torch::optim::Optimizer& optimizer, const Dict& state,
                      const std::string& class_name) {
-  // ampfuse::Adam converts tensors and moves them itself.
-  const bool converts = dynamic_cast<const Adam*>(&optimizer);
+  // ampfuse's optimizers convert tensors and move them themselves.
+  const bool converts = dynamic_cast<const FusedOptimizer*>(&optimizer);
   const Dict stored_states = state.at("state").toGenericDict();
   const List stored_groups = state.at("param_groups").toList();
   OutputArchive archive, states, groups;

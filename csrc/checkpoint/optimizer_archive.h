@@ -10,6 +10,9 @@
 
 namespace ampfuse::checkpoint::detail {
 
+/// Returns the options of a group by their names in archives.
+Dict options_of(const torch::optim::OptimizerParamGroup& group);
+
 /// Throws Error if the optimizer's save() does not write what the optimizers of torch write.
 Dict state_dict_of(torch::optim::Optimizer& optimizer);
 

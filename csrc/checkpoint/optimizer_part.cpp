@@ -1,6 +1,7 @@
 #include "optimizer_part.h"
 
 #include <ampfuse/checkpoint.h>
+#include <ampfuse/optim.h>
 #include <c10/util/StringUtil.h>
 #include <c10/util/Type.h>
 #include <torch/optim/adagrad.h>
@@ -12,7 +13,7 @@
 #include <algorithm>
 #include <typeinfo>
 
-#include "adam_state_dict.h"
+#include "fused_state_dict.h"
 #include "optimizer_archive.h"
 
 namespace ampfuse::checkpoint::detail {
@@ -68,10 +69,10 @@ void check_shapes(const at::IValue& states, const std::vector<at::Tensor>& param
 }  // namespace
 
 Dict part_of(torch::optim::Optimizer& optimizer) {
-  const auto* adam = dynamic_cast<const Adam*>(&optimizer);
+  const auto* fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
   Dict part = new_dict();
   part.insert("class", class_of(optimizer));
-  part.insert("state", adam ? state_dict_of(*adam) : state_dict_of(optimizer));
+  part.insert("state", fused ? state_dict_of(*fused) : state_dict_of(optimizer));
   return part;
 }
 
@@ -91,7 +92,7 @@ void check_part(const torch::optim::Optimizer& optimizer, const at::IValue& part
                                 " parameters, those in the checkpoint ",
                                 at::IntArrayRef(stored_sizes(groups))));
   }
-  const bool has_maximize = dynamic_cast<const Adam*>(&optimizer);
+  const bool has_maximize = dynamic_cast<const FusedOptimizer*>(&optimizer);
   for (const at::IValue& group : groups.vec()) {
     const Dict options = group.toGenericDict();
     if (!has_maximize && has(options, "maximize") && options.at("maximize").toBool()) {

@@ -1,334 +1,203 @@
-#include <ATen/ops/ones.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/zeros.h>
+#include <ampfuse/adam.h>
 #include <ampfuse/fused_adam.h>
-#include <c10/core/GradMode.h>
 
-#include <unordered_set>
-
-#include "../tensors/capture.h"
-#include "../tensors/device_scalars.h"
-#include "../tensors/host_copy.h"
-#include "../tensors/tensor_list.h"
-#include "adam_clip.h"
-#include "adam_state.h"
+#include "options.h"
 
 namespace ampfuse {
 
+// --- options -------------------------------------------------------------------------------------
+
 namespace {
 
-using optim::AdamGroup;
-using optim::AdamLists;
-using optim::AdamSettings;
-
-template <typename Options>
-std::unique_ptr<torch::optim::OptimizerOptions> without_limit(Options options) {
-  options.max_grad_norm(std::nullopt);
-  return std::make_unique<Options>(std::move(options));
-}
-
-// Checks the options and parameters of all groups, before anything is written.
-std::vector<AdamSettings> checked_settings(
-    const std::vector<torch::optim::OptimizerParamGroup>& groups,
-    std::optional<double> max_grad_norm) {
-  optim::check_max_grad_norm(max_grad_norm);
-  std::vector<AdamSettings> settings;
-  for (size_t i = 0; i < groups.size(); ++i) {
-    settings.push_back(optim::checked_settings(groups[i].options(), i));
-    optim::check_params(groups[i], settings[i], i);
-  }
-  return settings;
-}
-
-// Throws unless each parameter of the new group is in it once, and in no other group.
-void check_new_params(const torch::optim::OptimizerParamGroup& group,
-                      const std::vector<torch::optim::OptimizerParamGroup>& groups) {
-  std::unordered_set<const void*> known;
-  for (const auto& earlier : groups) {
-    for (const at::Tensor& param : earlier.params()) known.insert(param.unsafeGetTensorImpl());
-  }
-  for (size_t i = 0; i < group.params().size(); ++i) {
-    TORCH_CHECK_VALUE(known.insert(group.params()[i].unsafeGetTensorImpl()).second,
-                      "some parameters appear in more than one parameter group, or twice in one: "
-                      "parameter ",
-                      i, " of group ", groups.size());
-  }
-}
-
-void check_scalar(const char* name, const std::optional<at::Tensor>& scalar) {
-  TORCH_CHECK_TYPE(!scalar || scalar->defined(), name, ": expected a tensor, got an undefined one");
-}
-
-bool are_on_gpu(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
-  for (const auto& group : groups) {
-    if (!group.params().empty()) return group.params()[0].is_cuda();
-  }
-  return false;
-}
-
-std::optional<at::Tensor> on_device_if_any(const std::optional<at::Tensor>& scalar,
-                                           at::Device device) {
-  if (!scalar) return std::nullopt;
-  return on_device(*scalar, device);
-}
-
-FusedAdamOptions step_options(const AdamSettings& settings) {
-  FusedAdamOptions options;
-  options.lr = at::scalar_tensor(settings.lr, at::kDouble);
-  options.beta1 = settings.beta1;
-  options.beta2 = settings.beta2;
-  options.weight_decay = settings.weight_decay;
-  options.eps = settings.eps;
-  options.amsgrad = settings.amsgrad;
-  options.maximize = settings.maximize;
-  options.decoupled_weight_decay = settings.decoupled_weight_decay;
-  options.write_back_grads = settings.write_back_grads;
-  options.adopt_params = true;
-  return options;
-}
-
-void clip_on(at::Device device, const optim::Clip& clip, FusedAdamOptions& options) {
-  options.total_norm = on_device(clip.total_norm, device);
-  options.max_norm = clip.max_norm;
-  if (clip.grad_norm.defined() && clip.grad_norm.device() == device) {
-    options.grad_norm = clip.grad_norm;
-  }
-}
-
-void step_lists(const AdamLists& lists, const FusedAdamOptions& options) {
-  fused_adam({lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs,
-              lists.state_steps, lists.masters},
-             options);
-}
-
-// Returns the tensor that receives the norm: `current`, unless the gradients that the norm covers
-// have moved to another device.
-at::Tensor norm_tensor(const at::Tensor& current, const std::vector<AdamGroup>& groups) {
-  std::optional<at::Device> device;
-  for (const AdamGroup& group : groups) {
-    if (device || group.settings.max_grad_norm || group.lists.empty()) continue;
-    device = group.lists[0].device;
-  }
-  if (current.defined() && (!device || current.device() == *device)) return current;
-  return at::zeros({}, at::TensorOptions(device.value_or(at::kCPU)).dtype(at::kFloat));
-}
-
-size_t number_of_calls(const std::vector<AdamGroup>& groups) {
-  size_t calls = 0;
-  for (const AdamGroup& group : groups) calls += group.lists.size();
-  return calls;
-}
-
-// Returns the properties of a tensor that may make the op throw, as the bits of one number.
-uintptr_t kind_of(const at::Tensor& tensor) {
-  const bool is_strided = tensor.layout() == at::kStrided;
-  const bool is_dense = is_strided && tensor.is_non_overlapping_and_dense();
-  const bool is_allocated = is_strided && has_memory(tensor);
-  return static_cast<uintptr_t>(tensor.scalar_type()) << 3 | static_cast<uintptr_t>(is_strided) |
-         static_cast<uintptr_t>(is_dense) << 1 | static_cast<uintptr_t>(is_allocated) << 2;
-}
-
-// Returns the properties of the tensors that may make the op throw and may change from step to
-// step: kinds and addresses, with a 0 after those of each call. Most gradients have a new address
-// at each step. Their addresses are included only if the op writes them: only then must gradients
-// not share memory.
-std::vector<uintptr_t> checked_properties(const std::vector<AdamGroup>& groups) {
-  std::vector<uintptr_t> properties;
-  const auto add = [&](const std::vector<at::Tensor>& tensors, bool with_address) {
-    for (const at::Tensor& tensor : tensors) {
-      properties.push_back(kind_of(tensor));
-      if (!with_address || tensor.layout() != at::kStrided) continue;
-      properties.push_back(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()));
-    }
-  };
-  for (const AdamGroup& group : groups) {
-    for (const AdamLists& lists : group.lists) {
-      for (const auto* state : {&lists.params, &lists.exp_avgs, &lists.exp_avg_sqs,
-                                &lists.max_exp_avg_sqs, &lists.state_steps, &lists.masters}) {
-        add(*state, /*with_address=*/true);
-      }
-      add(lists.grads, group.settings.write_back_grads);
-      properties.push_back(0);
-    }
-  }
-  return properties;
-}
-
-// Checks all calls before one of them writes: makes each with found_inf = 1, so that it checks its
-// arguments and skips the step. A call that throws writes nothing, but without this, the calls
-// before it would already have stepped.
-void check_before_writing(const std::vector<AdamGroup>& groups) {
-  for (const AdamGroup& group : groups) {
-    for (const AdamLists& lists : group.lists) {
-      FusedAdamOptions options = step_options(group.settings);
-      options.found_inf = at::ones({}, at::TensorOptions(lists.device).dtype(at::kFloat));
-      step_lists(lists, options);
-    }
-  }
-}
-
-void step_groups(const std::vector<AdamGroup>& groups, const Adam& optimizer,
-                 const at::Tensor& grad_norm, const std::vector<at::Tensor>& known_norms) {
-  const bool find_inf = optimizer.grad_scale && !optimizer.found_inf;
-  const auto clips = optim::inspect_for_clipping(groups, optimizer.max_grad_norm, grad_norm,
-                                                 find_inf, known_norms);
-  const auto& found_inf = find_inf ? clips.found_inf : optimizer.found_inf;
-  for (size_t i = 0; i < groups.size(); ++i) {
-    for (const AdamLists& lists : groups[i].lists) {
-      FusedAdamOptions options = step_options(groups[i].settings);
-      options.grad_scale = on_device_if_any(optimizer.grad_scale, lists.device);
-      options.found_inf = on_device_if_any(found_inf, lists.device);
-      if (clips.of_groups[i]) clip_on(lists.device, *clips.of_groups[i], options);
-      step_lists(lists, options);
-    }
-  }
-}
+// Calls `visit` with the name of each option and its values in both sets of options.
+constexpr auto visit_adam_options = [](const auto& left, const auto& right, const auto& visit) {
+  visit("lr", left.lr(), right.lr());
+  visit("betas", left.betas(), right.betas());
+  visit("eps", left.eps(), right.eps());
+  visit("weight_decay", left.weight_decay(), right.weight_decay());
+  visit("amsgrad", left.amsgrad(), right.amsgrad());
+  visit("maximize", left.maximize(), right.maximize());
+  visit("master_weights", left.master_weights(), right.master_weights());
+  visit("state_dtype", left.state_dtype(), right.state_dtype());
+  visit("max_grad_norm", left.max_grad_norm(), right.max_grad_norm());
+  visit("write_back_grads", left.write_back_grads(), right.write_back_grads());
+};
 
 }  // namespace
 
+template <bool kDecoupledWeightDecay>
+bool operator==(const AdamOptionsOf<kDecoupledWeightDecay>& left,
+                const AdamOptionsOf<kDecoupledWeightDecay>& right) {
+  return optim::are_equal(left, right, visit_adam_options);
+}
+
+template <bool kDecoupledWeightDecay>
+std::ostream& operator<<(std::ostream& stream,
+                         const AdamOptionsOf<kDecoupledWeightDecay>& options) {
+  const char* name = kDecoupledWeightDecay ? "ampfuse::AdamWOptions" : "ampfuse::AdamOptions";
+  return optim::print(stream, name, options, visit_adam_options);
+}
+
+template AMPFUSE_API bool operator==(const AdamOptions&, const AdamOptions&);
+template AMPFUSE_API bool operator==(const AdamWOptions&, const AdamWOptions&);
+template AMPFUSE_API std::ostream& operator<<(std::ostream&, const AdamOptions&);
+template AMPFUSE_API std::ostream& operator<<(std::ostream&, const AdamWOptions&);
+
+template <bool kDecoupledWeightDecay>
+void AdamOptionsOf<kDecoupledWeightDecay>::serialize(torch::serialize::InputArchive& archive) {
+  bool decoupled = kDecoupledWeightDecay;  // torch's archives lack this entry
+  optim::read_option(archive, "decoupled_weight_decay", decoupled);
+  TORCH_CHECK_VALUE(kDecoupledWeightDecay || !decoupled,
+                    "decoupled_weight_decay: expected an archive of AdamOptions, got one of "
+                    "AdamWOptions; load it into AdamWOptions");
+  optim::read_option(archive, "lr", lr());
+  optim::read_option(archive, "betas", betas());
+  optim::read_option(archive, "eps", eps());
+  optim::read_option(archive, "weight_decay", weight_decay());
+  optim::read_option(archive, "amsgrad", amsgrad());
+  optim::read_option(archive, "maximize", maximize());
+  optim::read_option(archive, "max_grad_norm", max_grad_norm());
+  optim::read_option(archive, "write_back_grads", write_back_grads());
+}
+
+template <bool kDecoupledWeightDecay>
+void AdamOptionsOf<kDecoupledWeightDecay>::serialize(
+    torch::serialize::OutputArchive& archive) const {
+  archive.write("lr", torch::IValue(lr()));
+  archive.write("betas", torch::IValue(betas()));
+  archive.write("eps", torch::IValue(eps()));
+  archive.write("weight_decay", torch::IValue(weight_decay()));
+  archive.write("amsgrad", torch::IValue(amsgrad()));
+  archive.write("maximize", torch::IValue(maximize()));
+  archive.write("decoupled_weight_decay", torch::IValue(kDecoupledWeightDecay));
+  archive.write("max_grad_norm", torch::IValue(max_grad_norm()));
+  archive.write("write_back_grads", torch::IValue(write_back_grads()));
+}
+
+template struct AdamOptionsOf<false>;
+template struct AdamOptionsOf<true>;
+
+// --- state ---------------------------------------------------------------------------------------
+
+void AdamParamState::serialize(torch::serialize::InputArchive& archive) {
+  FusedParamState::serialize(archive);
+  TORCH_CHECK_VALUE(step().defined(),
+                    "loaded state dict: expected the state of Adam or AdamW, which has a step; is "
+                    "this the archive of another optimizer?");
+}
+
+FusedParamState::Moments AdamParamState::moments() {
+  return {
+      {"exp_avg", exp_avg()}, {"exp_avg_sq", exp_avg_sq()}, {"max_exp_avg_sq", max_exp_avg_sq()}};
+}
+
+std::unique_ptr<torch::optim::OptimizerParamState> AdamParamState::clone() const {
+  return std::make_unique<AdamParamState>(*this);
+}
+
+// --- rule ----------------------------------------------------------------------------------------
+
+namespace {
+
+// Calls `visit` with the options as AdamOptions or AdamWOptions.
+template <typename Visit>
+auto with_adam_options(const torch::optim::OptimizerOptions& options, size_t group, Visit visit) {
+  if (const auto* adam = dynamic_cast<const AdamOptions*>(&options)) return visit(*adam);
+  const auto* adamw = dynamic_cast<const AdamWOptions*>(&options);
+  TORCH_CHECK_TYPE(adamw, "options of group ", group,
+                   ": expected ampfuse::AdamOptions or ampfuse::AdamWOptions");
+  return visit(*adamw);
+}
+
+template <bool kDecoupledWeightDecay>
+optim::GroupSettings checked_adam_settings(const AdamOptionsOf<kDecoupledWeightDecay>& options) {
+  const auto [beta1, beta2] = options.betas();
+  TORCH_CHECK_VALUE(beta1 >= 0 && beta1 < 1, "Invalid beta parameter at index 0: ", beta1);
+  TORCH_CHECK_VALUE(beta2 >= 0 && beta2 < 1, "Invalid beta parameter at index 1: ", beta2);
+  TORCH_CHECK_VALUE(options.eps() >= 0, "Invalid epsilon value: ", options.eps());
+  const size_t moments = options.amsgrad() ? 3 : 2;
+  return optim::checked_settings(options, moments, "state_dtype", options.state_dtype());
+}
+
+// Warns of a second moment in bfloat16 that can grow but not shrink: multiplied by a beta above
+// 1 - 2⁻⁸, a number may be rounded to what it was.
+template <bool kDecoupledWeightDecay>
+void warn_of_slow_decay(const AdamOptionsOf<kDecoupledWeightDecay>& options) {
+  const double beta2 = std::get<1>(options.betas());
+  if (options.state_dtype() != at::kBFloat16 || beta2 <= 1 - 0x1p-8) return;
+  TORCH_WARN("state_dtype of bfloat16 with a second beta of ", beta2,
+             ": rounding keeps a bfloat16 second moment from shrinking if the second beta is above "
+             "0.996, so steps stay too small after large gradients. Pass for example "
+             "betas({0.9, 0.95})");
+}
+
+template <bool kDecoupledWeightDecay>
+void step_adam(const AdamOptionsOf<kDecoupledWeightDecay>& options, const optim::StepLists& lists,
+               const optim::StepSignals& signals) {
+  auto of_step = optim::operator_options<FusedAdamOptions>(options, signals);
+  std::tie(of_step.beta1, of_step.beta2) = options.betas();
+  of_step.eps = options.eps();
+  of_step.amsgrad = options.amsgrad();
+  of_step.decoupled_weight_decay = kDecoupledWeightDecay;
+  const auto& moments = lists.moments;
+  fused_adam({lists.params, lists.grads, moments[0], moments[1],
+              options.amsgrad() ? at::TensorList(moments[2]) : at::TensorList(), lists.state_steps,
+              lists.masters},
+             of_step);
+}
+
+class AdamRule : public OptimizerRule {
+ public:
+  const char* name() const override { return "Adam"; }
+
+  std::unique_ptr<FusedParamState> new_state() const override {
+    return std::make_unique<AdamParamState>();
+  }
+
+  optim::GroupSettings checked_settings(const torch::optim::OptimizerOptions& options,
+                                        size_t group) const override {
+    return with_adam_options(options, group,
+                             [](const auto& adam) { return checked_adam_settings(adam); });
+  }
+
+  void check_new(const torch::optim::OptimizerOptions& options) const override {
+    with_adam_options(options, 0, [](const auto& adam) { warn_of_slow_decay(adam); });
+  }
+
+  void step(const torch::optim::OptimizerOptions& options, const optim::StepLists& lists,
+            const optim::StepSignals& signals) const override {
+    with_adam_options(options, 0, [&](const auto& adam) { step_adam(adam, lists, signals); });
+  }
+
+  void check_archive(torch::serialize::InputArchive& options) const override {
+    torch::IValue betas;
+    TORCH_CHECK_VALUE(options.try_read("betas", betas),
+                      "loaded state dict: expected an archive of Adam or AdamW, whose options have "
+                      "betas; is this the archive of another optimizer?");
+  }
+
+  void check_archived(FusedParamState& state, const std::string& param) const override {
+    TORCH_CHECK_VALUE(state.moments()[0].tensor.defined() && state.moments()[1].tensor.defined(),
+                      "loaded state dict: ", param, " has no exp_avg or no exp_avg_sq");
+  }
+};
+
+const AdamRule adam_rule;
+
+}  // namespace
+
+// --- optimizers ----------------------------------------------------------------------------------
+
 Adam::Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, AdamOptions defaults)
-    : Adam(param_groups, without_limit(defaults), defaults.max_grad_norm()) {}
+    : Adam(param_groups, optim::without_limit(defaults), defaults.max_grad_norm()) {}
 
 AdamW::AdamW(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
              AdamWOptions defaults)
-    : Adam(param_groups, without_limit(defaults), defaults.max_grad_norm()) {}
+    : Adam(param_groups, optim::without_limit(defaults), defaults.max_grad_norm()) {}
 
 Adam::Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
            std::unique_ptr<torch::optim::OptimizerOptions> defaults,
            std::optional<double> max_grad_norm)
-    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)),
-      max_grad_norm(max_grad_norm) {
-  optim::check_initial(optim::checked_settings(this->defaults(), /*group=*/0));
-  optim::check_max_grad_norm(max_grad_norm);
-  for (const auto& group : param_groups) add_param_group(group);
-}
-
-void Adam::add_param_group(const torch::optim::OptimizerParamGroup& group) {
-  const size_t index = param_groups_.size();
-  const auto& options = group.has_options() ? group.options() : defaults();
-  const AdamSettings settings = optim::checked_settings(options, index);
-  optim::check_initial(settings);
-  optim::warn_of_slow_decay(settings);
-  optim::check_params(group, settings, index);
-  check_new_params(group, param_groups_);
-  Optimizer::add_param_group(group);
-  // torch 2.15 merges a group's options with the defaults. It can do so only for its own classes of
-  // options, and drops those of other classes.
-  if (group.has_options()) param_groups_.back().set_options(group.options().clone());
-}
-
-at::Tensor Adam::step(LossClosure closure) {
-  at::Tensor loss;
-  if (closure) {
-    const c10::AutoGradMode enable_grad(true);
-    loss = closure();
-  }
-  const c10::NoGradGuard no_grad;
-  check_scalar("grad_scale", grad_scale);
-  check_scalar("found_inf", found_inf);
-  const auto settings = checked_settings(param_groups_, max_grad_norm);
-  adopt_written_params();
-  std::vector<AdamGroup> groups;
-  for (size_t i = 0; i < param_groups_.size(); ++i) {
-    groups.push_back(optim::read_group(param_groups_[i], settings[i], state_));
-  }
-  if (number_of_calls(groups) > 1) {
-    auto properties = checked_properties(groups);
-    if (properties != checked_) check_before_writing(groups);
-    checked_ = std::move(properties);
-  }
-  grad_norm_ = max_grad_norm ? norm_tensor(grad_norm_, groups) : at::Tensor();
-  step_groups(groups, *this, grad_norm_, known_norms_);
-  writes_after_step_ = param_writes();
-  return loss;
-}
-
-at::Tensor Adam::grad_norm() const {
-  return max_grad_norm && grad_norm_.defined() ? grad_norm_.clone() : at::Tensor();
-}
-
-std::vector<at::Tensor> Adam::master_params() const {
-  const c10::NoGradGuard no_grad;
-  std::vector<at::Tensor> stepped;
-  for (const auto& group : param_groups_) {
-    for (const at::Tensor& param : group.params()) {
-      const AdamParamState* state = optim::find_state(state_, param);
-      const at::Tensor master = state ? state->master_param() : at::Tensor();
-      if (!master.defined()) {
-        stepped.push_back(param);
-      } else {
-        stepped.push_back(optim::whole_master(param, master));
-      }
-    }
-  }
-  return stepped;
-}
-
-void Adam::sync_masters_from_model() {
-  const c10::NoGradGuard no_grad;
-  for (const auto& group : param_groups_) {
-    for (const at::Tensor& param : group.params()) {
-      const AdamParamState* state = optim::find_state(state_, param);
-      if (!state || !state->master_param().defined()) continue;
-      const at::Tensor& master = state->master_param();
-      master.copy_(optim::new_master(param, master.scalar_type()));
-    }
-  }
-  writes_after_step_.reset();
-}
-
-Adam::ParamWrites Adam::param_writes() const {
-  ParamWrites writes;
-  for_each_float_master([&](const at::Tensor& param, const at::Tensor&) {
-    ++writes.masters;
-    writes.versions += param._version();
-    writes.addresses = writes.addresses * 31 + reinterpret_cast<uintptr_t>(param.const_data_ptr());
-  });
-  return writes;
-}
-
-void Adam::adopt_written_params() {
-  const auto before = std::exchange(writes_after_step_, std::nullopt);
-  if (are_on_gpu(param_groups_) && is_capturing()) return;
-  warn_of_written_params();
-  // ParamWrites can be compared only if the number of masters is the same.
-  const ParamWrites now = param_writes();
-  if (before && before->masters == now.masters && !(*before == now)) {
-    std::vector<at::Tensor> written_over;
-    for_each_float_master([&](const at::Tensor& param, const at::Tensor& master) {
-      written_over.push_back(optim::adopt_param(param, master));
-    });
-    // A new copy is started only when the last one has arrived. If each step replaced it, the host
-    // might never receive one.
-    if (!written_over.empty() && !warned_ && !written_over_) {
-      written_over_ = std::make_shared<HostCopy>();
-      written_over_->send(largest(written_over, written_over[0].device()));
-    }
-  }
-  warn_of_written_params();
-}
-
-void Adam::warn_of_written_params() {
-  const auto arrived = written_over_ ? written_over_->latest() : std::nullopt;
-  if (!arrived) return;
-  written_over_.reset();
-  if (!arrived->item<bool>()) return;
-  warned_ = true;
-  TORCH_WARN(
-      "parameters were written by code other than the optimizer since its last step. Their float "
-      "masters were set to the written values, which have no more bits than the parameters. After "
-      "loading a model call sync_masters_from_model(). This warning is given once");
-}
-
-void Adam::for_each_float_master(
-    const std::function<void(const at::Tensor&, const at::Tensor&)>& visit) const {
-  for (const auto& group : param_groups_) {
-    for (const at::Tensor& param : group.params()) {
-      const AdamParamState* state = optim::find_state(state_, param);
-      if (!state || !state->master_param().defined()) continue;
-      if (state->master_param().scalar_type() == at::kFloat) visit(param, state->master_param());
-    }
-  }
-}
+    : FusedOptimizer(adam_rule, param_groups, std::move(defaults), max_grad_norm) {}
 
 }  // namespace ampfuse

@@ -110,7 +110,7 @@ FAULTS = [
     ),
     Fault(
         "With a C++ scaler, a group with its own limit is clipped by the norm of all groups.",
-        "csrc/optim/adam_clip.cpp",
+        "csrc/optim/clip.cpp",
         "!known_norms.empty() && !find_inf && members.size() == groups.size();",
         "!known_norms.empty() && !find_inf;",
         "tests/python/amp tests/python/optim test_cpp",

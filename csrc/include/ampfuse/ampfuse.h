@@ -28,8 +28,7 @@
 /// - clip_grad_norm_() and get_total_norm() clip and measure gradients of other optimizers.
 /// - checkpoint::save() and checkpoint::load() write and read the files of Python's checkpoints.
 /// - multi_tensor_norm(), multi_tensor_unscale(), multi_tensor_clip(), fused_adam(), fused_sgd()
-/// and
-///   update_scale() are the operators that the classes are made of.
+///   and update_scale() are the operators that the classes are made of.
 /// - build_info() and AMPFUSE_VERSION describe the library.
 ///
 /// Errors are c10::Error, or classes derived from it: c10::ValueError, c10::TypeError,
@@ -42,6 +41,7 @@
 #pragma once
 
 #include <ampfuse/accumulate.h>
+#include <ampfuse/adam.h>
 #include <ampfuse/autocast.h>
 #include <ampfuse/build_info.h>
 #include <ampfuse/checkpoint.h>
@@ -49,6 +49,7 @@
 #include <ampfuse/cross_entropy.h>
 #include <ampfuse/cross_entropy_loss.h>
 #include <ampfuse/fused_adam.h>
+#include <ampfuse/fused_optimizer.h>
 #include <ampfuse/fused_sgd.h>
 #include <ampfuse/gate.h>
 #include <ampfuse/grad_scaler.h>

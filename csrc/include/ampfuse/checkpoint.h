@@ -59,8 +59,8 @@ class AMPFUSE_API Object {
   /// \throws Error if neither a holder nor a std::shared_ptr owns the model.
   Object(torch::nn::Module& model);
   /// Refers to an optimizer of ampfuse, of torch, or any other one whose save() and load() have the
-  /// format of torch's. Python loads what ampfuse::Adam and AdamW have saved, and torch's SGD,
-  /// Adam, AdamW, RMSprop and Adagrad. Others are for C++ alone.
+  /// format of torch's. Python loads what ampfuse's optimizers have saved, and torch's SGD, Adam,
+  /// AdamW, RMSprop and Adagrad. Others are for C++ alone.
   Object(torch::optim::Optimizer& optimizer) : object_(&optimizer) {}
   /// Refers to a scaler.
   Object(GradScaler& scaler) : object_(&scaler) {}

@@ -23,7 +23,7 @@ class Module;
 
 namespace ampfuse {
 
-class Adam;
+class FusedOptimizer;
 
 namespace amp {
 struct Inspection;
@@ -109,7 +109,7 @@ struct ScaleRecord {
 ///     scaler.step(optimizer);
 ///     scaler.update();
 ///
-/// With ampfuse::Adam and AdamW the host never waits. With other torch::optim optimizers it waits
+/// With ampfuse's optimizers the host never waits. With other torch::optim optimizers it waits
 /// once per step, to decide whether to call step(). Functions that are called in a wrong order
 /// throw c10::Error with torch's messages. Each update changes the scale as follows:
 ///
@@ -158,7 +158,7 @@ class AMPFUSE_API GradScaler {
   /// Unscales the optimizer's gradients, and clips them to a norm of at most `max_norm`. The host
   /// does not wait. One pass unscales and measures the gradients (if unscale_() was called before,
   /// it only reads them); a second pass writes them only if the norm is above `max_norm`. With
-  /// ampfuse::Adam and AdamW, the option `max_grad_norm` does the same within the step.
+  /// ampfuse's optimizers, the option `max_grad_norm` does the same within the step.
   ///
   /// As in torch, `max_norm` is not checked: a negative one reverses the gradients.
   ///
@@ -168,7 +168,7 @@ class AMPFUSE_API GradScaler {
   /// Calls optimizer.step() on unscaled gradients; unscales them first if needed. If a gradient is
   /// not finite, the step is skipped.
   ///
-  /// \param optimizer ampfuse::Adam, ampfuse::AdamW or any optimizer of torch::optim except LBFGS.
+  /// \param optimizer An optimizer of ampfuse, or of torch::optim except LBFGS.
   /// \param closure Must be null, unless the scaler is disabled.
   /// \return The result of optimizer.step(), which is undefined without a closure.
   /// \throws c10::Error if scale() was never called, if step() was called before since the last
@@ -249,7 +249,7 @@ class AMPFUSE_API GradScaler {
   /// Returns the state. Throws if the scaler was moved from.
   const std::shared_ptr<amp::ScalerState>& checked_state() const;
 
-  at::Tensor step_with_tensors(Adam& optimizer, const amp::Inspection& inspection,
+  at::Tensor step_with_tensors(FusedOptimizer& optimizer, const amp::Inspection& inspection,
                                const at::Tensor& found_inf);
 
   std::shared_ptr<amp::ScalerState> state_;

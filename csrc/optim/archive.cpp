@@ -1,4 +1,4 @@
-// The layout of an archive is that of torch::optim::AdamW: "state" by key, and "param_groups" with
+// The layout of an archive is that of torch's optimizers: "state" by key, and "param_groups" with
 // each group's keys and options. torch's keys are addresses. Ours are consecutive numbers, as in
 // Python's state dictionaries, so that the same state gives the same archive.
 #include <ATen/ops/scalar_tensor.h>
@@ -8,8 +8,7 @@
 #include "../tensors/dtype_name.h"
 #include "../tensors/float_dtypes.h"
 #include "../tensors/tensor_list.h"
-#include "adam_lists.h"
-#include "adam_state.h"
+#include "state.h"
 
 namespace ampfuse {
 
@@ -59,12 +58,10 @@ void check_fits(const char* name, const at::Tensor& tensor, const at::Tensor& pa
   check(has_memory(tensor) && !tensor.is_meta(), "a tensor with memory, got none");
 }
 
-void check_state(const AdamParamState& state, const at::Tensor& param, const ParamIndex& index) {
-  TORCH_CHECK_VALUE(state.exp_avg().defined() && state.exp_avg_sq().defined(),
-                    "loaded state dict: ", index, " has no exp_avg or no exp_avg_sq");
-  check_fits("exp_avg", state.exp_avg(), param, index);
-  check_fits("exp_avg_sq", state.exp_avg_sq(), param, index);
-  check_fits("max_exp_avg_sq", state.max_exp_avg_sq(), param, index);
+void check_state(FusedParamState& state, const at::Tensor& param, const ParamIndex& index,
+                 const OptimizerRule& rule) {
+  rule.check_archived(state, c10::str(index));
+  for (const auto& moment : state.moments()) check_fits(moment.name, moment.tensor, param, index);
   check_fits("master_param", state.master_param(), param, index);
   const at::Tensor& step = state.step();
   TORCH_CHECK_VALUE(step.layout() == at::kStrided && step.numel() == 1 && !step.is_complex() &&
@@ -74,52 +71,47 @@ void check_state(const AdamParamState& state, const at::Tensor& param, const Par
 }
 
 SavedGroup read_saved_group(InputArchive& archive, InputArchive& states,
-                            const torch::optim::OptimizerParamGroup& group, size_t group_index) {
+                            const torch::optim::OptimizerParamGroup& group, size_t group_index,
+                            const OptimizerRule& rule) {
   const std::vector<at::Tensor>& params = group.params();
   TORCH_CHECK_VALUE(read_size(archive, "params/size") == params.size(),
                     "loaded state dict contains a parameter group that has a different size than "
                     "the optimizer's parameter group");
   SavedGroup saved;
   archive.read("options", saved.options);
-  torch::IValue betas;
-  TORCH_CHECK_VALUE(saved.options.try_read("betas", betas),
-                    "loaded state dict: expected an archive of Adam or AdamW, whose options have "
-                    "betas; is this the archive of another optimizer?");
+  rule.check_archive(saved.options);
   const auto options = group.options().clone();
   options->serialize(saved.options);
-  const optim::AdamSettings settings = optim::checked_settings(*options, group_index);
+  const optim::GroupSettings settings = rule.checked_settings(*options, group_index);
   for (size_t index = 0; index < params.size(); ++index) {
     torch::IValue key;
     archive.read("params/" + std::to_string(index), key);
     InputArchive archived;
     saved.states.emplace_back();
     if (!states.try_read(key.toStringRef(), archived)) continue;
-    AdamParamState state;
-    state.serialize(archived);
-    check_state(state, params[index], {index, group_index});
-    saved.states.back() = optim::new_state(state, params[index], settings);
+    const auto state = rule.new_state();
+    state->serialize(archived);
+    check_state(*state, params[index], {index, group_index}, rule);
+    saved.states.back() = optim::new_state(*state, params[index], settings, rule);
   }
   return saved;
 }
 
-// Returns a parameter's state as it is saved. Instead of a remainder it has the master that this
+// Returns the master of a parameter as it is saved: instead of a remainder the master that this
 // represents. A master has adopted what other code wrote to the parameter; the present one stays,
 // as the program may write the old values back.
-AdamParamState as_saved(AdamParamState state, const at::Tensor& param) {
-  const at::Tensor& master = state.master_param();
-  if (!master.defined()) return state;
-  if (master.scalar_type() == at::kFloat && is_16bit(param.scalar_type()) && !param.is_meta()) {
-    const at::Tensor copy = master.clone();
-    if (optim::adopt_param(param, copy).item<bool>()) state.master_param(copy);
-  } else {
-    state.master_param(optim::whole_master(param, master));
+at::Tensor saved_master(const at::Tensor& param, const at::Tensor& master) {
+  if (!master.defined()) return {};
+  if (master.scalar_type() != at::kFloat || !is_16bit(param.scalar_type()) || param.is_meta()) {
+    return optim::whole_master(param, master);
   }
-  return state;
+  const at::Tensor copy = master.clone();
+  return optim::adopt_param(param, copy).item<bool>() ? copy : master;
 }
 
 }  // namespace
 
-void Adam::save(OutputArchive& archive) const {
+void FusedOptimizer::save(OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
   OutputArchive states(archive.compilation_unit());
   OutputArchive groups(archive.compilation_unit());
@@ -132,10 +124,14 @@ void Adam::save(OutputArchive& archive) const {
       const std::string key = std::to_string(params++);
       group.write("params/" + std::to_string(index), torch::IValue(key));
       const at::Tensor& param = param_groups_[i].params()[index];
-      const auto* of_param = optim::find_state(state_, param);
-      if (!of_param) continue;
+      const FusedParamState* of_param = optim::find_state(state_, param);
+      // Without a state torch's SGD starts its momentum.
+      if (!of_param || (!of_param->has_started() && !of_param->master_param().defined())) continue;
+      const auto copy = of_param->clone();
+      auto& saved = static_cast<FusedParamState&>(*copy);
+      saved.master_param(saved_master(param, saved.master_param()));
       OutputArchive state(archive.compilation_unit());
-      as_saved(*of_param, param).serialize(state);
+      saved.serialize(state);
       states.write(key, state);
     }
     OutputArchive options(archive.compilation_unit());
@@ -148,7 +144,7 @@ void Adam::save(OutputArchive& archive) const {
   archive.write("param_groups", groups);
 }
 
-void Adam::load(InputArchive& archive) {
+void FusedOptimizer::load(InputArchive& archive) {
   const c10::NoGradGuard no_grad;
   InputArchive states;
   InputArchive groups;
@@ -160,7 +156,7 @@ void Adam::load(InputArchive& archive) {
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     InputArchive group;
     groups.read("param_groups/" + std::to_string(i), group);
-    saved.push_back(read_saved_group(group, states, param_groups_[i], i));
+    saved.push_back(read_saved_group(group, states, param_groups_[i], i, *rule_));
   }
   // All new state has been made. Nothing below this fails.
   for (size_t i = 0; i < param_groups_.size(); ++i) {
@@ -168,7 +164,7 @@ void Adam::load(InputArchive& archive) {
     for (size_t index = 0; index < saved[i].states.size(); ++index) {
       const at::Tensor& param = param_groups_[i].params()[index];
       if (saved[i].states[index]) {
-        optim::put_state(optim::state_of(state_, param), *saved[i].states[index], param);
+        optim::put_state(state_, std::move(*saved[i].states[index]), param);
       } else {
         state_.erase(param.unsafeGetTensorImpl());
       }

@@ -1,4 +1,4 @@
-#include "adam_state.h"
+#include "state.h"
 
 #include <ATen/ATen.h>
 #include <torch/serialize/archive.h>
@@ -7,31 +7,31 @@
 
 namespace ampfuse {
 
-// Steps are written as integers, as torch writes them, so that torch's AdamW can read them.
-void AdamParamState::serialize(torch::serialize::OutputArchive& archive) const {
+// Steps are written as integers, as torch writes them, so that torch's optimizers can read them.
+void FusedParamState::serialize(torch::serialize::OutputArchive& archive) const {
   const auto write = [&](const char* name, const at::Tensor& tensor) {
     if (tensor.defined()) archive.write(name, torch::IValue(tensor));
   };
   archive.write("step", torch::IValue(step().defined() ? step().item<int64_t>() : 0));
-  write("exp_avg", exp_avg());
-  write("exp_avg_sq", exp_avg_sq());
-  write("max_exp_avg_sq", max_exp_avg_sq());
+  if (has_started()) {
+    const auto copy = clone();  // shares the tensors
+    for (const Moment& moment : static_cast<FusedParamState&>(*copy).moments()) {
+      write(moment.name, moment.tensor);
+    }
+  }
   write("master_param", master_param());
 }
 
-void AdamParamState::serialize(torch::serialize::InputArchive& archive) {
+void FusedParamState::serialize(torch::serialize::InputArchive& archive) {
   const auto read = [&](const char* name) {
     torch::IValue saved;
     return archive.try_read(name, saved) ? saved.toTensor() : at::Tensor();
   };
   torch::IValue taken;
-  TORCH_CHECK_VALUE(archive.try_read("step", taken),
-                    "loaded state dict: expected the state of Adam or AdamW, which has a step; is "
-                    "this the archive of another optimizer?");
-  step(taken.isTensor() ? taken.toTensor() : at::scalar_tensor(taken.toScalar(), at::kFloat));
-  exp_avg(read("exp_avg"));
-  exp_avg_sq(read("exp_avg_sq"));
-  max_exp_avg_sq(read("max_exp_avg_sq"));
+  if (archive.try_read("step", taken)) {
+    step(taken.isTensor() ? taken.toTensor() : at::scalar_tensor(taken.toScalar(), at::kFloat));
+  }
+  for (const Moment& moment : moments()) moment.tensor = read(moment.name);
   master_param(read("master_param"));
 }
 
@@ -40,13 +40,13 @@ namespace optim {
 namespace {
 
 // Moments of double and complex parameters have the parameter's dtype.
-at::ScalarType moment_dtype(const at::Tensor& param, const AdamSettings& settings) {
+at::ScalarType moment_dtype(const at::Tensor& param, const GroupSettings& settings) {
   const at::ScalarType dtype = param.scalar_type();
-  return is_16bit(dtype) || dtype == at::kFloat ? settings.state_dtype : dtype;
+  return is_16bit(dtype) || dtype == at::kFloat ? settings.moment_dtype : dtype;
 }
 
 // Returns nullopt if the parameter needs no master.
-std::optional<at::ScalarType> master_dtype(const at::Tensor& param, const AdamSettings& settings) {
+std::optional<at::ScalarType> master_dtype(const at::Tensor& param, const GroupSettings& settings) {
   if (!is_16bit(param.scalar_type()) || settings.master_weights == MasterWeights::kOff) {
     return std::nullopt;
   }
@@ -81,7 +81,7 @@ struct SplitTensor {
   at::Tensor remainder;
 };
 
-// Splits floats as the kernels do (math/fused_adam_remainder.h).
+// Splits floats as the kernels do (math/split_float.h).
 SplitTensor split_master(const at::Tensor& master) {
   const at::Tensor bits = master.contiguous().view(at::kInt);
   // The sum wraps around only for NaN patterns, for which `nearest` is not used.
@@ -117,53 +117,83 @@ at::Tensor whole_master(const at::Tensor& param, const at::Tensor& master_param)
   // A negative remainder is sign-extended, so that adding it borrows from the upper half.
   const at::Tensor joined =
       at::where(param.isnan(), upper | (lower & 0xffff), upper + lower).view(at::kFloat);
-  // A remainder must not turn a number into a NaN (math/fused_adam_remainder.h).
+  // A remainder must not turn a number into a NaN (math/split_float.h).
   return at::where(joined.isnan() & ~param.isnan(), upper.view(at::kFloat), joined);
 }
 
-void ensure_state(AdamParamState& state, const at::Tensor& param, const AdamSettings& settings) {
-  if (!state.step().defined()) state.step(at::zeros({}, param.options().dtype(at::kFloat)));
-  ensure_moment(state.exp_avg(), param, moment_dtype(param, settings));
-  // All moments have one dtype, even if `state_dtype` was changed after the first step.
-  const at::ScalarType dtype = state.exp_avg().scalar_type();
-  ensure_moment(state.exp_avg_sq(), param, dtype);
-  if (settings.amsgrad) ensure_moment(state.max_exp_avg_sq(), param, dtype);
-  const auto of_master = master_dtype(param, settings);
-  if (of_master && !state.master_param().defined()) {
-    state.master_param(new_master(param, *of_master));
-  }
+FusedParamState* find_state(const StateMap& states, const at::Tensor& param) {
+  const auto found = states.find(param.unsafeGetTensorImpl());
+  return found == states.end() ? nullptr : static_cast<FusedParamState*>(found->second.get());
 }
 
-NewState new_state(const AdamParamState& saved, const at::Tensor& param,
-                   const AdamSettings& settings) {
-  NewState made;
-  const auto counter = param.options().dtype(at::kFloat);
-  made.state.step(at::empty({}, counter).copy_(saved.step().reshape({})));
-  const at::ScalarType dtype = moment_dtype(param, settings);
-  made.state.exp_avg(converted(saved.exp_avg(), param, dtype));
-  made.state.exp_avg_sq(converted(saved.exp_avg_sq(), param, dtype));
-  made.state.max_exp_avg_sq(converted(saved.max_exp_avg_sq(), param, dtype));
-  at::Tensor master = saved.master_param();
-  if (!master.defined()) return made;
+FusedParamState* ensure_state(StateMap& states, const at::Tensor& param,
+                              const GroupSettings& settings, const OptimizerRule& rule) {
   const auto of_master = master_dtype(param, settings);
-  if (of_master || !is_16bit(param.scalar_type())) made.param = master;
-  if (!of_master) return made;
-  if (*of_master == at::kShort) {
+  FusedParamState* state = find_state(states, param);
+  if (!state && settings.moments == 0 && !of_master) return nullptr;
+  if (!state) {
+    auto made = rule.new_state();
+    state = made.get();
+    states[param.unsafeGetTensorImpl()] = std::move(made);
+  }
+  const auto moments = state->moments();
+  // Steps are counted from the first moment on: the momentum of SGD may be switched on later.
+  const bool starts = settings.moments > 0 && !moments[0].tensor.defined();
+  if (starts || !state->step().defined()) {
+    state->step(at::zeros({}, param.options().dtype(at::kFloat)));
+  }
+  for (size_t i = 0; i < settings.moments; ++i) {
+    // All moments have one dtype, even if the option was changed after the first step.
+    ensure_moment(moments[i].tensor, param,
+                  i == 0 ? moment_dtype(param, settings) : moments[0].tensor.scalar_type());
+  }
+  if (of_master && !state->master_param().defined()) {
+    state->master_param(new_master(param, *of_master));
+  }
+  return state;
+}
+
+NewState new_state(FusedParamState& saved, const at::Tensor& param, const GroupSettings& settings,
+                   const OptimizerRule& rule) {
+  NewState made = {rule.new_state(), {}};
+  FusedParamState& state = *made.state;
+  const auto counter = param.options().dtype(at::kFloat);
+  state.step(at::empty({}, counter).copy_(saved.step().reshape({})));
+  const auto moments = state.moments();
+  const auto saved_moments = saved.moments();
+  bool has_moments = false;
+  for (size_t i = 0; i < moments.size(); ++i) {
+    const at::Tensor& moment = saved_moments[i].tensor;
+    moments[i].tensor = converted(moment, param, moment_dtype(param, settings));
+    has_moments = has_moments || moment.defined();
+  }
+  at::Tensor master = saved.master_param();
+  const auto of_master = master.defined() ? master_dtype(param, settings) : std::nullopt;
+  if (master.defined() && (of_master || !is_16bit(param.scalar_type()))) made.param = master;
+  if (of_master == at::kShort) {
     const SplitTensor split = split_master(master.to(param.device(), at::kFloat));
     made.param = split.bfloat16;
     master = split.remainder;
   }
-  made.state.master_param(converted(master, param, *of_master));
+  if (of_master) state.master_param(converted(master, param, *of_master));
+  if (!has_moments && !of_master) made.state.reset();
   return made;
 }
 
-void put_state(AdamParamState& existing, const NewState& made, const at::Tensor& param) {
-  put(existing.step(), made.state.step());
-  put(existing.exp_avg(), made.state.exp_avg());
-  put(existing.exp_avg_sq(), made.state.exp_avg_sq());
-  put(existing.max_exp_avg_sq(), made.state.max_exp_avg_sq());
-  put(existing.master_param(), made.state.master_param());
+void put_state(StateMap& states, NewState made, const at::Tensor& param) {
   if (made.param.defined()) param.copy_(made.param);
+  FusedParamState* const existing = find_state(states, param);
+  if (!made.state) {
+    states.erase(param.unsafeGetTensorImpl());
+  } else if (!existing) {
+    states[param.unsafeGetTensorImpl()] = std::move(made.state);
+  } else {
+    put(existing->step(), made.state->step());
+    const auto present = existing->moments();
+    const auto moments = made.state->moments();
+    for (size_t i = 0; i < moments.size(); ++i) put(present[i].tensor, moments[i].tensor);
+    put(existing->master_param(), made.state->master_param());
+  }
 }
 
 }  // namespace optim

@@ -1,26 +1,33 @@
-// Creates, converts and stores the state that Adam keeps for a parameter.
+// Creates, converts and stores the state that a fused optimizer keeps for a parameter.
 #pragma once
 
-#include "adam_options.h"
+#include "rule.h"
 
 namespace ampfuse::optim {
 
-/// Creates the missing tensors of a parameter's state.
-void ensure_state(AdamParamState& state, const at::Tensor& param, const AdamSettings& settings);
+using StateMap = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
+
+/// Returns the state of a parameter, or null before its first step, and if it needs none.
+FusedParamState* find_state(const StateMap& states, const at::Tensor& param);
+
+/// Returns the state of a parameter with the tensors that a step needs, and creates the missing
+/// ones. Returns null if the step needs none.
+FusedParamState* ensure_state(StateMap& states, const at::Tensor& param,
+                              const GroupSettings& settings, const OptimizerRule& rule);
 
 struct NewState {
-  AdamParamState state;
+  std::unique_ptr<FusedParamState> state;  // null if neither moments nor a master are left
   at::Tensor param;  // the parameter's new value, of any dtype; undefined if it does not change
 };
 
 /// Converts saved state of any optimizer to state that fits the parameter. Dtypes are those of the
 /// settings; saved masters are float.
-NewState new_state(const AdamParamState& saved, const at::Tensor& param,
-                   const AdamSettings& settings);
+NewState new_state(FusedParamState& saved, const at::Tensor& param, const GroupSettings& settings,
+                   const OptimizerRule& rule);
 
 /// Stores new state and the new value. Existing tensors of the same dtype and shape keep their
 /// memory.
-void put_state(AdamParamState& existing, const NewState& made, const at::Tensor& param);
+void put_state(StateMap& states, NewState made, const at::Tensor& param);
 
 /// Returns a master that equals the parameter. `dtype` is float, or short for a remainder, which is
 /// 0 because a bfloat16 parameter has no more bits.

@@ -1,4 +1,4 @@
-#include "adam_clip.h"
+#include "clip.h"
 
 #include <ATen/ops/zeros.h>
 #include <ampfuse/multi_tensor_norm.h>
@@ -17,10 +17,10 @@ struct GradInspection {
 };
 
 // Inspects all gradients as one vector. The results are on the device of the first gradient.
-GradInspection inspect(const std::vector<const AdamGroup*>& groups) {
+GradInspection inspect(const std::vector<const GroupLists*>& groups) {
   std::vector<at::Tensor> grads;
-  for (const AdamGroup* group : groups) {
-    for (const AdamLists& lists : group->lists) {
+  for (const GroupLists* group : groups) {
+    for (const StepLists& lists : group->lists) {
       grads.insert(grads.end(), lists.grads.begin(), lists.grads.end());
     }
   }
@@ -38,16 +38,16 @@ GradInspection inspect(const std::vector<const AdamGroup*>& groups) {
 
 }  // namespace
 
-Clips inspect_for_clipping(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
-                           const at::Tensor& grad_norm, bool find_inf,
-                           const std::vector<at::Tensor>& known_norms) {
+Clips inspect_for_clipping(const std::vector<GroupLists>& groups,
+                           std::optional<double> shared_limit, const at::Tensor& grad_norm,
+                           bool find_inf, const std::vector<at::Tensor>& known_norms) {
   // Known norms cover all gradients, so they are used only if all groups are inspected together.
-  const auto inspect_groups = [&](const std::vector<const AdamGroup*>& members) {
+  const auto inspect_groups = [&](const std::vector<const GroupLists*>& members) {
     const bool is_known = !known_norms.empty() && !find_inf && members.size() == groups.size();
     return is_known ? GradInspection{joined_norm(known_norms), {}} : inspect(members);
   };
   Clips clips = {std::vector<std::optional<Clip>>(groups.size()), std::nullopt};
-  std::vector<const AdamGroup*> sharing;
+  std::vector<const GroupLists*> sharing;
   std::vector<at::Tensor> flags;
   bool any_shared = false;
   for (size_t i = 0; i < groups.size(); ++i) {

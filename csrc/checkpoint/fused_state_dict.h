@@ -1,7 +1,7 @@
-// The state of ampfuse::Adam and AdamW as Python's state dictionary.
+// The states of ampfuse's optimizers as Python's state dictionaries.
 #pragma once
 
-#include <ampfuse/optim.h>
+#include <ampfuse/fused_optimizer.h>
 
 #include "json.h"
 
@@ -9,6 +9,6 @@ namespace ampfuse::checkpoint::detail {
 
 /// The dictionary shares the tensors of the optimizer. Remainders are in it as the float masters
 /// that they represent, as in Python.
-Dict state_dict_of(const Adam& optimizer);
+Dict state_dict_of(const FusedOptimizer& optimizer);
 
 }  // namespace ampfuse::checkpoint::detail

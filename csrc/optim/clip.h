@@ -1,7 +1,7 @@
 // Norms for clipping gradients, over groups and devices.
 #pragma once
 
-#include "adam_lists.h"
+#include "lists.h"
 
 namespace ampfuse::optim {
 
@@ -23,8 +23,8 @@ struct Clips {
 /// are double: a norm of scaled gradients may exceed the range of float though no element does.
 /// `known_norms` are the norms of all gradients of all groups, one per device, if the caller has
 /// just inspected them; otherwise empty.
-Clips inspect_for_clipping(const std::vector<AdamGroup>& groups, std::optional<double> shared_limit,
-                           const at::Tensor& grad_norm, bool find_inf,
-                           const std::vector<at::Tensor>& known_norms);
+Clips inspect_for_clipping(const std::vector<GroupLists>& groups,
+                           std::optional<double> shared_limit, const at::Tensor& grad_norm,
+                           bool find_inf, const std::vector<at::Tensor>& known_norms);
 
 }  // namespace ampfuse::optim

@@ -1,0 +1,91 @@
+// Checks that the options of all fused optimizers share, and conversions to what an operator and an
+// archive take.
+#pragma once
+
+#include <ATen/ops/scalar_tensor.h>
+#include <torch/serialize/archive.h>
+
+#include "../tensors/option_printer.h"
+#include "rule.h"
+
+namespace ampfuse::optim {
+
+/// Throws for values that no step may have. `dtype_option` is the option with the dtype of moments.
+void check_settings(const GroupSettings& settings, const char* dtype_option);
+
+/// Throws for a negative learning rate or weight decay. Only constructors and add_param_group()
+/// call this: schedules may go below 0 later, as in torch.
+void check_initial(const GroupSettings& settings);
+
+/// Throws unless the limit is absent or at least 0.
+void check_max_grad_norm(std::optional<double> max_grad_norm);
+
+/// Makes the settings of a group, and checks them. A step needs `moments` moments.
+template <typename Options>
+GroupSettings checked_settings(const Options& options, size_t moments, const char* dtype_option,
+                               at::ScalarType moment_dtype) {
+  const GroupSettings settings = {.lr = options.lr(),
+                                  .weight_decay = options.weight_decay(),
+                                  .master_weights = options.master_weights(),
+                                  .moment_dtype = moment_dtype,
+                                  .max_grad_norm = options.max_grad_norm(),
+                                  .write_back_grads = options.write_back_grads(),
+                                  .moments = moments};
+  check_settings(settings, dtype_option);
+  return settings;
+}
+
+/// Makes an operator's options with the values that all operators take.
+template <typename OperatorOptions, typename Options>
+OperatorOptions operator_options(const Options& options, const StepSignals& signals) {
+  OperatorOptions made;
+  made.lr = at::scalar_tensor(options.lr(), at::kDouble);
+  made.weight_decay = options.weight_decay();
+  made.maximize = options.maximize();
+  made.write_back_grads = options.write_back_grads();
+  made.grad_scale = signals.grad_scale;
+  made.found_inf = signals.found_inf;
+  made.total_norm = signals.total_norm;
+  made.max_norm = signals.max_norm;
+  made.grad_norm = signals.grad_norm;
+  made.adopt_params = true;
+  return made;
+}
+
+/// Copies options without their limit of the norm, which the optimizer itself has.
+template <typename Options>
+std::unique_ptr<torch::optim::OptimizerOptions> without_limit(Options options) {
+  options.max_grad_norm(std::nullopt);
+  return std::make_unique<Options>(std::move(options));
+}
+
+template <typename T>
+void read_option(torch::serialize::InputArchive& archive, const char* name, T& value) {
+  torch::IValue saved;
+  if (archive.try_read(name, saved)) value = saved.to<T>();
+}
+
+/// Compares options. `visit_options` calls its last argument with the name of each option and its
+/// values in both.
+template <typename Options, typename VisitOptions>
+bool are_equal(const Options& left, const Options& right, VisitOptions visit_options) {
+  bool are_equal = true;
+  visit_options(left, right, [&](const char*, const auto& value, const auto& other) {
+    are_equal = are_equal && value == other;
+  });
+  return are_equal;
+}
+
+/// Prints options. `visit_options` is as for are_equal().
+template <typename Options, typename VisitOptions>
+std::ostream& print(std::ostream& stream, const char* name, const Options& options,
+                    VisitOptions visit_options) {
+  stream << name << "(";
+  OptionPrinter print_option(stream);
+  visit_options(options, options, [&](const char* option, const auto& value, const auto&) {
+    print_option(option, value);
+  });
+  return stream << ")";
+}
+
+}  // namespace ampfuse::optim
