@@ -225,7 +225,7 @@ at::Tensor GradScaler::step_with_tensors(FusedOptimizer& optimizer,
   optimizer.found_inf = found_inf;
   // A class of the user's may write gradients in its step before it calls ours.
   const std::type_info& type = typeid(optimizer);
-  const bool is_own_step = type == typeid(Adam) || type == typeid(AdamW);
+  const bool is_own_step = type == typeid(Adam) || type == typeid(AdamW) || type == typeid(SGD);
   if (is_own_step && inspection.is_scaled) optimizer.known_norms_ = inspection.total_norms;
   return optimizer.step();
 }

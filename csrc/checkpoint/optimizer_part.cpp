@@ -29,6 +29,7 @@ constexpr const char* kShapedLikeParams[] = {
 std::string class_of(const torch::optim::Optimizer& optimizer) {
   if (dynamic_cast<const AdamW*>(&optimizer)) return "AdamW";
   if (dynamic_cast<const Adam*>(&optimizer)) return "Adam";
+  if (dynamic_cast<const SGD*>(&optimizer)) return "SGD";
   const std::type_info& type = typeid(optimizer);
   if (type == typeid(torch::optim::SGD)) return "SGD";
   if (type == typeid(torch::optim::Adam)) return "Adam";

@@ -1,4 +1,4 @@
-// Parameters, their gradients for each step, and comparisons, for the tests of Adam and AdamW.
+// Parameters, their gradients for each step, and comparisons, for the tests of optimizers.
 #pragma once
 
 #include <ampfuse/optim.h>
@@ -66,6 +66,17 @@ inline bool same_bits(const torch::Tensor& tensor, const torch::Tensor& other) {
 inline void check_same_bits(const Tensors& tensors, const Tensors& others) {
   REQUIRE(tensors.size() == others.size());
   for (size_t i = 0; i < tensors.size(); ++i) CHECK(same_bits(tensors[i], others[i]));
+}
+
+/// Compares two runs of at most 20 steps that round differently. A step rounds a float parameter
+/// about twice, each time by 2⁻²⁴ of it. It rounds the update, at most 10·lr, about ten times.
+/// Doubles have 29 more bits.
+inline void check_near(const Tensors& params, const Tensors& expected, double lr) {
+  const double unit = 20 * (params[0].scalar_type() == torch::kFloat ? 0x1p-24 : 0x1p-53);
+  for (size_t i = 0; i < params.size(); ++i) {
+    CHECK(torch::allclose(params[i].to(torch::kDouble), expected[i].to(torch::kDouble), 4 * unit,
+                          100 * lr * unit));
+  }
 }
 
 inline ampfuse::AdamParamState& state_of(torch::optim::Optimizer& optimizer,

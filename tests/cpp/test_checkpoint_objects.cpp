@@ -103,8 +103,9 @@ TEST_CASE("objects that cannot be held are refused", "[checkpoint]") {
 
 TEST_CASE("training with optimizers of torch goes on bit for bit", "[checkpoint]") {
   using namespace torch::optim;
-  check_goes_on(maker<SGD>(SGDOptions(0.05).momentum(0.9).nesterov(true)));
-  check_goes_on(maker<SGD>(SGDOptions(0.05)));
+  check_goes_on(
+      maker<torch::optim::SGD>(torch::optim::SGDOptions(0.05).momentum(0.9).nesterov(true)));
+  check_goes_on(maker<torch::optim::SGD>(torch::optim::SGDOptions(0.05)));
   check_goes_on(maker<torch::optim::Adam>(torch::optim::AdamOptions(0.05).amsgrad(true)));
   check_goes_on(maker<torch::optim::AdamW>(torch::optim::AdamWOptions(0.05).weight_decay(0.1)));
   check_goes_on(maker<RMSprop>(RMSpropOptions(0.05).momentum(0.5).centered(true)));

@@ -8,16 +8,6 @@
 
 namespace {
 
-// Compares two runs of 20 steps that round differently. A step rounds a float parameter about
-// twice, each time by 2⁻²⁴ of it. It rounds the update, at most 10·lr, about ten times. Doubles
-// have 29 more bits.
-void check_near(const Tensors& params, const Tensors& expected, double lr) {
-  const double unit = 20 * (params[0].scalar_type() == torch::kFloat ? 0x1p-24 : 0x1p-53);
-  for (size_t i = 0; i < params.size(); ++i) {
-    CHECK(torch::allclose(params[i].to(torch::kDouble), expected[i], 4 * unit, 100 * lr * unit));
-  }
-}
-
 // The reference is torch's own class, in double. The case of a large eps fails if eps enters the
 // formula in another position.
 template <typename Ours, typename Theirs, typename OurOptions, typename TheirOptions>

@@ -20,7 +20,7 @@
 /// - AutocastGuard makes the operators in a scope compute in 16 bits.
 /// - GradScaler scales losses, and skips steps that overflow.
 /// - Gate steps a learning rate scheduler only if the step was not skipped.
-/// - Adam and AdamW are optimizers with master weights, unscaling and clipping.
+/// - Adam, AdamW and SGD are optimizers with master weights, unscaling and clipping.
 /// - cross_entropy() and CrossEntropyLoss compute losses, and their gradients in the same pass.
 /// - linear_cross_entropy() and LinearCrossEntropyLoss compute an output layer and its loss without
 ///   holding all logits in memory.
@@ -59,6 +59,7 @@
 #include <ampfuse/multi_tensor_norm.h>
 #include <ampfuse/multi_tensor_unscale.h>
 #include <ampfuse/optim.h>
+#include <ampfuse/sgd.h>
 #include <ampfuse/update_scale.h>
 #include <ampfuse/version.h>
 #include <ampfuse/weak_scaler.h>

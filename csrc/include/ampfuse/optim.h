@@ -3,3 +3,4 @@
 #pragma once
 
 #include <ampfuse/adam.h>
+#include <ampfuse/sgd.h>

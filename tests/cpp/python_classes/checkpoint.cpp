@@ -1,5 +1,6 @@
 // A small training program in C++, whose checkpoints Python reads and writes, too.
 #include <ampfuse/checkpoint.h>
+#include <ampfuse/sgd.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/nn.h>
@@ -10,10 +11,11 @@
 
 namespace {
 
-// Returns an optimizer of torch. The tests load other options than these.
+// Returns an optimizer. The tests load other options than these.
 std::unique_ptr<torch::optim::Optimizer> optimizer_of(const std::string& name,
                                                       const std::vector<at::Tensor>& params) {
   if (name == "SGD") return std::make_unique<torch::optim::SGD>(params, 0.5);
+  if (name == "ampfuse::SGD") return std::make_unique<ampfuse::SGD>(params, 0.5);
   if (name == "AdamW") return std::make_unique<torch::optim::AdamW>(params);
   if (name == "RMSprop") return std::make_unique<torch::optim::RMSprop>(params);
   return std::make_unique<torch::optim::Adagrad>(params);
@@ -54,7 +56,7 @@ void bind_checkpoint(py::module_& m) {
         return checkpoint::load(folder, self.objects()).step;
       });
   m.def("verify", [](const std::string& path) { return checkpoint::verify(path).string(); });
-  // Loads a model and an optimizer of torch, takes steps, and saves them.
+  // Loads a model and an optimizer, takes steps, and saves them.
   m.def(
       "train_with",
       [](const std::string& optimizer_name, const std::string& folder, int64_t steps) {

@@ -161,15 +161,17 @@ def test_cpp_assembles_what_several_ranks_have_saved_in_pieces(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),
+    ("name", "make", "options"),
     [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-        (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True}),
-        (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.5, "centered": True}),
-        (torch.optim.Adagrad, {"lr": 1, "lr_decay": 0.1}),
+        ("SGD", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        ("ampfuse::SGD", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "maximize": True}),
+        ("ampfuse::SGD", torch.optim.SGD, {"lr": 0.1}),
+        ("AdamW", torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True}),
+        ("RMSprop", torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.5, "centered": True}),
+        ("Adagrad", torch.optim.Adagrad, {"lr": 1, "lr_decay": 0.1}),
     ],
 )
-def test_optimizers_of_torch_go_on_in_the_other_language(tmp_path, make, options):
+def test_optimizers_of_torch_go_on_in_the_other_language(tmp_path, name, make, options):
     def objects():
         model = torch.nn.Linear(4, 3)
         return {"model": model, "optimizer": make(model.parameters(), **options)}
@@ -183,7 +185,7 @@ def test_optimizers_of_torch_go_on_in_the_other_language(tmp_path, make, options
     first, second = objects(), objects()
     train(**first)
     checkpoint.save(tmp_path, step=3, **first)
-    cpp.train_with(make.__name__, str(tmp_path), 3)
+    cpp.train_with(name, str(tmp_path), 3)
     train(**first)
     assert checkpoint.load(tmp_path, **second).step == 6
     train(**first)
