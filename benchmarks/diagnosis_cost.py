@@ -48,7 +48,7 @@ def main() -> None:
             with ExitStack() as exits:
                 if kind in measured_first:
                     clock.MEASURED = measured_first[kind]
-                    exits.callback(Diagnosis().stop)
+                    exits.callback(Diagnosis(print).stop)
                 times[kind] = epoch()
         plain.append(times["plain"])
         for kind, differences in added.items():

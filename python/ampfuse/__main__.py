@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+from ampfuse._arguments import suggestion
 from ampfuse.env import describe
 from ampfuse.patching import patch
 from ampfuse.patching.scalers import RECORDING
@@ -19,7 +20,7 @@ from ampfuse.tools.diagnosis.diagnosis import Diagnosis
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run `python -m ampfuse` with these arguments."""
-    if arguments and arguments[0] in ("memory", "compare", "advise"):
+    if arguments and arguments[0] in options.COMMANDS:
         importlib.import_module(f"ampfuse.tools.command.{arguments[0]}").main(arguments[1:])
     chosen = options.parse(arguments)
     if chosen.words[0] == "env" and not chosen.is_module:
@@ -28,8 +29,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if chosen.parts:
         RECORDING.history = report.RECORDED_UPDATES
         patch(*(part.name for part in chosen.parts))
-    diagnosis = Diagnosis()
-    ending = Ending(chosen, diagnosis)
+    ending = Ending(chosen)
     # At exit Python joins the program's threads, and then calls the registered functions in reverse
     # order. This one is registered before the program runs, so it is called after the program's.
     atexit.register(ending.write_report)
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         raised = program.run(chosen.words, chosen.is_module)
     except program.NoProgramError as error:
         atexit.unregister(ending.write_report)
-        options.refuse(str(error))
+        options.refuse(f"{error}{suggestion(chosen.words[0], [*options.COMMANDS, 'env'])}")
     ending.note(raised)
     program.report_exception(raised)
     if chosen.plot is not None:
@@ -48,9 +48,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
 class Ending:
     """Reports how a program ended, in the ways that the command line requests."""
 
-    def __init__(self, chosen: Namespace, diagnosis: Diagnosis) -> None:
+    def __init__(self, chosen: Namespace) -> None:
         self.chosen = chosen
-        self.diagnosis = diagnosis
+        self.diagnosis = Diagnosis(self._print_hint)
         self._ended = "while it ran"  # remains if exit handlers run before note()
         self._raised: type = type(None)
         self._process = os.getpid()
@@ -63,9 +63,17 @@ class Ending:
         self._ended = report.how_it_ended(raised)
         self._raised = type(raised)
 
+    def _speaks(self) -> bool:
+        return os.getpid() == self._process and self._is_first_rank  # not in a forked process
+
+    def _print_hint(self, hint: str) -> None:
+        """Print a hint while the program runs."""
+        if self._speaks() and not self.chosen.quiet:
+            show.say(f"hint: {hint}")
+
     def write_report(self) -> None:
         """Report in all requested ways, even if one of them fails. The exit code stays the same."""
-        if os.getpid() != self._process or not self._is_first_rank:  # in a forked process
+        if not self._speaks():
             return
         chosen = self.chosen
         with _printing_errors():

@@ -317,7 +317,10 @@ class DeviceScaler(TorchGradScaler):
         if self._scale is None and self.process_group is not None:
             self._scale_on(torch.device(self._device))
         if self._scale is None or self._growth_tracker is None:
-            return super()._check_scale_growth_tracker(funcname)  # raises
+            raise AssertionError(
+                f"Attempted {funcname} but _scale is None: no loss was scaled. Did you "
+                "call scaler.scale(loss).backward(), or pass scaler= to ampfuse.accumulate?"
+            )
         return self._scale, self._growth_tracker
 
     def _get_scale_async(self) -> Tensor | None:

@@ -13,7 +13,7 @@ from ampfuse._random import set_random_states
 from ampfuse.checkpoint import _index
 from ampfuse.checkpoint._errors import CheckpointError, required
 from ampfuse.checkpoint._folder import found
-from ampfuse.checkpoint._parts import check_parts, is_model, load_state, mistakes, shardings
+from ampfuse.checkpoint._parts import check_arguments, is_model, load_state, mistakes, shardings
 from ampfuse.checkpoint._ranks import get_from_rank_0, pick_for_this_rank, run_on_all_ranks
 from ampfuse.checkpoint._shards import Region, assembled, shard_of
 from ampfuse.checkpoint._tensor_file import TensorFile
@@ -126,7 +126,7 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
         TypeError: An object has no `state_dict` or `load_state_dict`.
         ImportError: safetensors or xxhash is missing: `pip install safetensors xxhash`.
     """
-    check_parts(objects, "load")
+    check_arguments(path, objects, "load")
     resumes = any(hasattr(value, "param_groups") for value in objects.values())
     folder = get_from_rank_0(lambda: found(Path(path).absolute()))
     reader, parts, likes = run_on_all_ranks(lambda: _checked(folder, objects, resumes, rng))

@@ -1,5 +1,6 @@
 """The parts of each object in a checkpoint: its state, and for models gradients, too."""
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,8 +43,13 @@ def is_model(value: Any) -> bool:
     return isinstance(unwrapped(value), nn.Module)
 
 
-def check_parts(objects: dict[str, Any], function: str) -> None:
-    """Refuse objects that have no state."""
+def check_arguments(path: Any, objects: dict[str, Any], function: str) -> None:
+    """Refuse an object in place of the path, and objects without a state."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"{function}: path: expected a str or a Path, got {type(path).__name__}; objects come "
+            "after the path, by names, for example model=model"
+        )
     for name, value in objects.items():
         if not all(callable(getattr(value, method, None)) for method in METHODS):
             hint = ""

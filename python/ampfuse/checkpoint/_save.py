@@ -12,7 +12,7 @@ from ampfuse.amp.gate import Gate
 from ampfuse.checkpoint import _ranks
 from ampfuse.checkpoint._errors import required
 from ampfuse.checkpoint._folder import Writing
-from ampfuse.checkpoint._parts import check_parts, is_model, refuse_shards, state_of
+from ampfuse.checkpoint._parts import check_arguments, is_model, refuse_shards, state_of
 from ampfuse.checkpoint._tree import Encoder
 from ampfuse.checkpoint._write import Written, joined, leave_note, note_of, write_files, writing
 
@@ -125,7 +125,7 @@ def save(
     step = checked_count("save: step", step, least=0)
     if keep is not None:
         keep = checked_count("save: keep", keep, least=1)
-    check_parts(objects, "save")
+    check_arguments(path, objects, "save")
     for module in ("safetensors.torch", "xxhash"):
         required(module)
     folder, (rank, size) = Path(path).absolute(), _ranks.rank_and_size()

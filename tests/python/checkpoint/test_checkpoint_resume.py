@@ -236,6 +236,15 @@ def test_wrong_arguments_are_refused_and_nothing_is_written(tmp_path, arguments,
     assert not (tmp_path / "run").exists()
 
 
+def test_object_in_place_of_the_path_is_refused():
+    model = torch.nn.Linear(3, 2)
+    message = "path: expected a str or a Path, got Linear; objects come after the path, by names"
+    with pytest.raises(TypeError, match=f"^save: {message}"):
+        checkpoint.save(model, step=1)
+    with pytest.raises(TypeError, match=f"^load: {message}"):
+        checkpoint.load(model)
+
+
 # Steps in the first epoch of five batches, at its end, and in the second one.
 @pytest.mark.parametrize(
     ("workers", "step"), [(0, 3), (0, 5), (0, 8), pytest.param(2, 8, marks=pytest.mark.slow)]

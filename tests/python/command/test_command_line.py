@@ -30,6 +30,7 @@ from ampfuse.tools.diagnosis.phases import PHASES
         ("--json . x.py", "--json: . is a folder"),
         ("--json", "--json"),
         ("env --all", "env takes no arguments, got --all"),
+        ("advis x.py", "cannot read advis: No such file or directory; did you mean 'advise'?"),
     ],
 )
 def test_error_for_bad_arguments_is_one_line_before_the_program_runs(programs, line, sentence):

@@ -116,6 +116,24 @@ def test_sgd_is_reported_as_left_to_torch_and_its_steps_beside_a_scaler_are_noti
     assert "A GradScaler has scaled losses, but taken no step." in done.stderr
 
 
+@pytest.mark.parametrize("options", [[], ["--quiet"]])
+def test_loss_that_makes_weights_nan_gives_a_hint_while_the_program_runs(programs, options):
+    diverges = """
+import sys, torch
+param = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([param], 0.1)
+for factor in (1.0, float("nan"), 1.0):
+    (factor * param.sum()).backward()
+    optimizer.step()
+print("the program goes on", file=sys.stderr)
+"""
+    done, told = programs.write("train.py", diverges).reported(*options, "train.py")
+    hint = "The loss of step 2 is nan, and weights are no longer finite"
+    assert told["hints"][0].startswith(hint)
+    before, _, after = done.stderr.partition("the program goes on")
+    assert (hint in before, hint in after) == (not options, not options)
+
+
 def test_program_that_fails_is_reported_after_its_traceback(programs):
     programs.write("fail.py", "raise OSError('no disk')")
     done, told = programs.reported("fail.py")

@@ -75,7 +75,7 @@ def test_what_the_program_replaces_stays(ten_steps, monkeypatch):
 
 
 def test_memory_is_sampled_in_all_steps_but_lines_only_in_those_that_are_measured(ten_steps):
-    diagnosis = Diagnosis()
+    diagnosis = Diagnosis(print)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))])
     for step in range(1, 12):
         diagnosis.step_ends(optimizer, step, {FORWARD: 1.0} if step < 11 else {})
@@ -86,7 +86,7 @@ def test_memory_is_sampled_in_all_steps_but_lines_only_in_those_that_are_measure
 
 
 def test_means_leave_out_the_first_steps_and_need_five_others():
-    diagnosis = Diagnosis()
+    diagnosis = Diagnosis(print)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))])
     for step, seconds in enumerate((9.0, 9.0, 9.0, 0.001, 0.002, 0.003, 0.004, 0.005), 1):
         assert diagnosis.steps() is None

@@ -245,6 +245,13 @@ def test_loss_that_step_has_scaled_is_refused():
     ampfuse.accumulate(step, parts_of(batch()))
 
 
+def test_scaler_that_accumulate_did_not_get_names_the_argument():
+    model, scaler = made(), ampfuse.GradScaler("cpu")
+    ampfuse.accumulate(lambda part, n: ampfuses(model, part, n), parts_of(batch()))
+    with pytest.raises(AssertionError, match=r"or pass scaler= to ampfuse\.accumulate"):
+        scaler.step(torch.optim.SGD(model.parameters(), 0.1))
+
+
 # --- several ranks --------------------------------------------------------------------------------
 
 

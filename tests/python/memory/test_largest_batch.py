@@ -104,6 +104,18 @@ def test_memory_that_does_not_depend_on_the_batch_ends_the_search(trials):
     assert search(Steps(10 * MIB, 0, 100 * MIB), 100 * MIB, trials) >= 2**20
 
 
+@pytest.mark.parametrize("most", [1, 100, 128])
+def test_batch_is_never_larger_than_the_data(most):
+    steps = Steps(0, MIB, 1000 * MIB)
+    assert search(steps, steps.limit, most=most) == max(steps.tried) == most
+
+
+def test_guess_is_never_larger_than_the_data():
+    steps = Steps(600 * MIB, MIB, 1000 * MIB)
+    assert search(steps, steps.limit, peaks={8: steps.peak(8)}, most=300) == 300
+    assert max(steps.tried) == 300
+
+
 def model_and_step():
     model = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 64))
     optimizer = ampfuse.AdamW(model.parameters())

@@ -192,6 +192,18 @@ def test_fit_counts_no_samples_that_are_not_there(programs):
     assert 8 <= largest <= 20
 
 
+def test_fit_tries_no_batches_that_are_larger_than_the_data(programs):
+    # Linear layers take so little here that the data end long before the memory does.
+    two_epochs = LOADERS.replace("4096", "100").replace(
+        "for batch in train:", "for batch in [*train, *train]:"
+    )
+    programs.write("train.py", two_epochs)
+    done = memory(programs, "--fit", "1GiB", "train.py")
+    assert done.stdout.splitlines()[-1].endswith("; the data have no more samples")
+    assert "largest batch in 1,024 MiB: 100, which takes " in done.stdout
+    assert "fails" not in done.stderr
+
+
 TWICE = """
 import torch
 param = torch.nn.Parameter(torch.ones(3))

@@ -102,5 +102,5 @@ def test_program_that_waits_gains_nothing(advised):
 
 def test_program_that_diverges_is_not_judged(advised):
     judge, verdict = advised("diverges", FLOAT32)
-    assert "the loss of backward 3 is not finite even in float32" in verdict.sentences[0]
+    assert "the loss of step 3 is not finite even in float32" in verdict.sentences[0]
     assert not judge.outcomes

@@ -114,8 +114,8 @@ ampfuse.AdamW([HALF], master_weights="remainder")
 SCALER.load_state_dict({"scale": 1.0})
     KeyError: GradScaler's state has no 'growth_factor'; it has scale. Is it the state of another
 step_without_scaling_the_loss()
-    AssertionError: Attempted step but _scale is None.  This may indicate your script did not use
-    scaler.scale(loss or outputs)
+    AssertionError: Attempted step but _scale is None: no loss was scaled. Did you call
+    scaler.scale(loss).backward(), or pass scaler= to ampfuse.accumulate?
 step_without_backward()
     AssertionError: No inf checks were recorded prior to update: no optimizer with gradients was
     stepped or unscaled by the scaler since the last update. Did you call

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -28,7 +28,7 @@ from ampfuse.tools.command import program
 from ampfuse.tools.command.options import Parser, refuse
 from ampfuse.tools.hooks import hook_functions
 from ampfuse.tools.memory.account import Account, account_of
-from ampfuse.tools.memory.batch import search
+from ampfuse.tools.memory.batch import MOST, search
 from ampfuse.tools.memory.record import Record
 from ampfuse.tools.memory.recorder import Recorder
 from ampfuse.tools.memory.under_autocast import is_in_float32, under_autocast
@@ -46,6 +46,13 @@ examples:
 TRIALS = 3  # after batches were doubled
 
 
+class Batch(NamedTuple):
+    """A batch of a loader: its size, and the number of samples that all batches together have."""
+
+    size: int
+    samples: int
+
+
 class DoneError(BaseException):
     """Ends the program after its last step. Programs catch Exception, but not this."""
 
@@ -61,7 +68,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if chosen.batch is not None and not batches:
         refuse("--batch: no torch.utils.data.DataLoader makes the program's batches")
     if chosen.json is not None:
-        report = asdict(account) | {"batch": batches[-1] if batches else None}
+        report = asdict(account) | {"batch": batches[-1].size if batches else None}
         chosen.json.write_text(json.dumps(report, indent=2) + "\n")
     print()  # the program may have left a line open
     print(account)
@@ -72,10 +79,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
     sys.exit(0)
 
 
-def run(chosen: Namespace, batches: list[int]) -> Account:
+def run(chosen: Namespace, batches: list[Batch]) -> Account:
     """Run two steps of the program, and a third one under autocast if it computes in float32.
 
-    `batches`: the sizes of the batches that its loaders have given so far.
+    `batches`: those that its loaders have given so far.
     """
     steps = 0
     records: list[Record] = []
@@ -102,7 +109,7 @@ def run(chosen: Namespace, batches: list[int]) -> Account:
         return account_of(*records)
     if raised is None or isinstance(raised, SystemExit):
         text = f"memory: expected two steps of an optimizer, but the program has taken {steps}"
-        if size := batches[-1] if batches else chosen.batch:
+        if size := batches[-1].size if batches else chosen.batch:
             count = f"{len(batches)} whole batch{'' if len(batches) == 1 else 'es'}"
             text += f": its data have {count} of {size} samples"
         refuse(text)
@@ -114,15 +121,15 @@ def run(chosen: Namespace, batches: list[int]) -> Account:
 
 
 @contextmanager
-def loaders(batch: int | None) -> Iterator[list[int]]:
+def loaders(batch: int | None) -> Iterator[list[Batch]]:
     """Make loaders load in this process, with another batch size if one is given.
 
-    Return a list to which the batch size of a loader is added for each batch that it gives.
+    Return a list to which each batch that a loader gives is added.
     """
     signature = inspect.signature(DataLoader.__init__)
     original_init, original_next = DataLoader.__init__, _BaseDataLoaderIter.__next__
-    seen: list[int] = []
-    sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by batch samplers
+    seen: list[Batch] = []
+    of_samplers: weakref.WeakKeyDictionary[Any, Batch] = weakref.WeakKeyDictionary()
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
@@ -134,20 +141,22 @@ def loaders(batch: int | None) -> Iterator[list[int]]:
             original_init(**given)
             return
         given["batch_size"] = size = own_size if batch is None else batch
+        source = given["dataset"] if given.get("sampler") is None else given["sampler"]
+        samples = MOST
+        with suppress(TypeError):  # of an iterable dataset, which has no length
+            samples = len(source)
         # A smaller batch would have another account. Only a program's own batch may be larger than
         # its dataset, since a trial must not count samples that are not there.
         if batch is None:
-            samples = given["dataset"] if given.get("sampler") is None else given["sampler"]
-            with suppress(TypeError):  # of an iterable dataset, which has no length
-                size = min(size, len(samples))
+            size = min(size, samples)
         given["drop_last"] = size == given["batch_size"]
         original_init(**given)
-        sizes[self.batch_sampler] = size
+        of_samplers[self.batch_sampler] = Batch(size, samples)
 
     def follow(self: Any) -> Any:
         result = original_next(self)
-        if self._index_sampler in sizes:
-            seen.append(sizes[self._index_sampler])
+        if self._index_sampler in of_samplers:
+            seen.append(of_samplers[self._index_sampler])
         return result
 
     with ExitStack() as exits:
@@ -167,7 +176,7 @@ def nothing_saved() -> Iterator[None]:
         yield
 
 
-def largest_batch(chosen: Namespace, account: Account, batches: list[int], folder: str) -> str:
+def largest_batch(chosen: Namespace, account: Account, batches: list[Batch], folder: str) -> str:
     """Return a sentence about the largest batch that fits, from accounts of other batches."""
     if not batches:
         refuse(
@@ -176,7 +185,8 @@ def largest_batch(chosen: Namespace, account: Account, batches: list[int], folde
         )
     if chosen.words[0] == "-":
         refuse("--fit: expected a script in a file, which can run again")
-    peaks = {batches[-1]: account.peak}
+    batch, samples = batches[-1]
+    peaks = {batch: account.peak}
     failures: list[str] = []
     trying = "python -m ampfuse: trying batches of"
     print(trying, end="", file=sys.stderr)
@@ -198,7 +208,7 @@ def largest_batch(chosen: Namespace, account: Account, batches: list[int], folde
                 return None
             return int(json.loads(file.read_text())["peak"])
 
-    largest = search(peak_of, chosen.fit, TRIALS, peaks)
+    largest = search(peak_of, chosen.fit, TRIALS, peaks, samples)
     print(file=sys.stderr)
     room = size_text(chosen.fit)
     found = f"no batch fits in {room}"
@@ -206,6 +216,8 @@ def largest_batch(chosen: Namespace, account: Account, batches: list[int], folde
         at_least = "at least " if failures else ""  # something else than memory was the limit
         size = size_text(peaks[largest])
         found = f"largest batch in {room}: {at_least}{largest}, which takes {size}"
+        if largest >= samples:
+            found += "; the data have no more samples"
     return "\n".join([found, *failures[:1]])
 
 

@@ -46,6 +46,7 @@ ENV = """usage: python -m ampfuse env
 
 Print what is installed, what works here, and what to change."""
 EVERYONES = ("-h", "--help", "--version")  # options that scripts have without mentioning them
+COMMANDS = ("memory", "compare", "advise")  # beside env, which has no options
 PICTURES = (".png", ".pdf", ".svg")
 
 

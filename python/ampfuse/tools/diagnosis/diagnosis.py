@@ -1,5 +1,6 @@
 """`Diagnosis`: measures a program while it trains, and says what limits it."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -14,6 +15,7 @@ from ampfuse.patching import losses
 from ampfuse.tools.diagnosis import advice
 from ampfuse.tools.diagnosis.autocasts import Autocasts
 from ampfuse.tools.diagnosis.clock import StepClock
+from ampfuse.tools.diagnosis.divergence import Divergence
 from ampfuse.tools.diagnosis.gpu_times import GpuTimes
 from ampfuse.tools.diagnosis.habits import Habits, WideLogits
 from ampfuse.tools.diagnosis.lines import LineSampler, merge
@@ -32,9 +34,12 @@ LINES_SHOWN = 20
 
 
 class Diagnosis(Listener):
-    """Measures a program until it is stopped. The program must run in the thread that made it."""
+    """Measures a program until it is stopped. The program must run in the thread that made it.
 
-    def __init__(self) -> None:
+    `notify` gets a hint at once that should not wait for the end of the program.
+    """
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
         self.habits = Habits()
         self.logits = WideLogits()
         self.gpu = GpuTimes()
@@ -45,7 +50,8 @@ class Diagnosis(Listener):
         self._was_looking = False
         self._exits = ExitStack()
         self._exits.callback(self.monitor.stop_looking)
-        self.clock = StepClock(self._exits, self, self.habits, self.gpu)
+        self.divergence = Divergence(self._exits, notify)
+        self.clock = StepClock(self._exits, self, self.habits, self.gpu, self.divergence)
         self.autocasts = Autocasts(self._exits)
         replace(self._exits, losses.USAGE, "on_input", self.logits)
         self._exits.callback(self.lines.stop)
@@ -124,7 +130,7 @@ class Diagnosis(Listener):
 
     def hints(self, has_scaler: bool) -> list[str]:
         """Return sentences about what to change. `has_scaler`: the program may have a scaler."""
-        found: list[str] = []
+        found = [] if self.divergence.hint is None else [self.divergence.hint]
         if (steps := self.steps()) is not None:
             found += advice.hints(steps, self.clock.loaders, self.lines.lines())
         found += advice.explain_gpu(self.gpu)

@@ -124,13 +124,14 @@ def search(
     room: int,
     trials: int = MOST,
     peaks: dict[int, int] | None = None,
+    most: int = MOST,
 ) -> int:
     """Return the largest batch that fits, or with few trials one that is nearly as large, or 0.
 
     `measure(batch)` returns the peak of a step, or None if it runs out of memory. Batches are
     doubled until a step takes half of the room: twice the batch takes at most twice as much. Then
     each guess lies on the line through two peaks. `peaks`: those of known batches, which may be
-    empty; others are added.
+    empty; others are added. `most`: the largest batch that there can be.
     """
     peaks = {} if peaks is None else peaks
 
@@ -143,18 +144,18 @@ def search(
     # The largest batch that fits, and the smallest that does not.
     low = max((batch for batch, peak in peaks.items() if peak <= room), default=0)
     high = min((batch for batch, peak in peaks.items() if peak > room), default=None)
-    while high is None and low < MOST:
+    while high is None and low < most:
         if low > 0 and peaks[low] > room // 2 and not _is_flat(peaks, low):
             break
-        batch = 2 * low or 1
+        batch = min(2 * low or 1, most)
         if fits(batch):
             low = batch
         else:
             high = batch
     for _ in range(trials):
-        if low >= MOST or (high is not None and high - low <= 1):
+        if low >= most or (high is not None and high - low <= 1):
             break
-        guess = max(_predicted(peaks, room), low + 1)
+        guess = min(max(_predicted(peaks, room), low + 1), most)
         if high is not None:
             nearest = high - 1 if high in peaks else low + max(1, (high - low) * 5 // 6)
             guess = min(guess, nearest)

@@ -31,7 +31,9 @@ def verdict(judge: Judge) -> Verdict:
     base = judge.base
     if not base.is_finite:
         number = next((i for i, loss in enumerate(base.losses, 1) if not math.isfinite(loss)), None)
-        what = f"the loss of backward {number}" if number else "a gradient"
+        what = "a gradient"
+        if number is not None:  # a step may have several losses
+            what = f"the loss of step {math.ceil(number * base.steps / len(base.losses))}"
         sentences = [
             f"Stay with float32 for now: {what} is not finite even in float32.",
             "Look at the learning rate, at the data and at the loss.",
