@@ -33,15 +33,9 @@ class HostCopy:
         return self._copy
 
     def number(self) -> float | None:
-        """Return the number that was sent last, or None if it has not arrived.
-
-        It is read from memory: `item()` is an operator, which the program's modes would intercept.
-        """
+        """Return the number that was sent last, or None if it has not arrived."""
         copy = self.latest()
-        if copy is None:
-            return None
-        kind = ctypes.c_double if copy.dtype == torch.float64 else ctypes.c_float
-        return kind.from_address(copy.data_ptr()).value
+        return None if copy is None else number_in(copy)
 
     def __getstate__(self) -> dict[str, Any]:
         """Wait for what was sent last, and return it as the state for pickle and deepcopy."""
@@ -56,3 +50,12 @@ class HostCopy:
         if self._arrived:
             self._arrived.synchronize()
         return self._copy
+
+
+def number_in(scalar: Tensor) -> float:
+    """Return the number in a tensor on the CPU, of float32 or float64.
+
+    It is read from memory: `item()` is an operator, which the program's modes would intercept.
+    """
+    kind = ctypes.c_double if scalar.dtype == torch.float64 else ctypes.c_float
+    return kind.from_address(scalar.data_ptr()).value

@@ -165,8 +165,8 @@ FAULTS = [
     Fault(
         "A program that sets RANK for its own use gets no report.",
         "python/ampfuse/__main__.py",
-        "or not self._is_first_rank:",
-        'or os.environ.get("RANK", "0") != "0":',
+        "self._process and self._is_first_rank",
+        'self._process and os.environ.get("RANK", "0") == "0"',
         "tests/python/command",
     ),
     # --- the build ---

@@ -6,7 +6,7 @@ FAULTS = [
     # --- the scaler -----------------------------------------------------------------------------
     Fault(
         "A scaler that refuses a state dict for its process group has taken over its options.",
-        "python/ampfuse/amp/grad_scaler.py",
+        "python/ampfuse/amp/_saved.py",
         """\
             state.policy.check_process_group(self.process_group)
             self.policy, torchs = state.policy, state.torchs
@@ -36,7 +36,7 @@ FAULTS = [
     ),
     Fault(
         "Saving a scaler counts as reading the scale, which silences warnings about mistakes.",
-        "python/ampfuse/amp/grad_scaler.py",
+        "python/ampfuse/amp/_saved.py",
         """\
             own |= zip(NORMS, self._history.norms(), strict=True)
             return {**super().state_dict(), **self.policy.options, **own}

@@ -3,62 +3,34 @@
 torch.compile does not trace the methods of torch's class, so all that a step needs is here.
 """
 
-import copy
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ampfuse import ops
-from ampfuse._graphs import at_compile_time, eager_only, is_capturing, make_static, traced_as
-from ampfuse._nested import params_of
-from ampfuse.amp._history import HistorySnapshot, ScalerHistory
-from ampfuse.amp._policy import Policy
-from ampfuse.amp._saved import check_pickled
+from ampfuse._graphs import at_compile_time, eager_only, make_static, traced_as
+from ampfuse.amp._reports import ReportingScaler
+from ampfuse.amp._snapshot import ScalerSnapshot
 from ampfuse.gradients.devices import largest, move_to
 from ampfuse.gradients.inspection import (
-    Inspection,
     add_norm_of_shards,
     gradients_of,
     inspect,
     norm_or_refuse,
     unscaled_norm,
 )
-from ampfuse.gradients.mistakes import Watch
+from ampfuse.gradients.mistakes import LARGEST_SCALE_WITHOUT_INVERSE
 from ampfuse.gradients.signals import BackwardNorms, Signals
 from ampfuse.optim.stepping import may_skip_on_device, step_with
 
-# The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_adam.h).
-LARGEST_SCALE_WITHOUT_INVERSE = 2.0**-128
 
-Self = TypeVar("Self", bound="DeviceScaler")
+class DeviceScaler(ReportingScaler):
+    """The base of `GradScaler`, which has the public methods."""
 
-
-class ScalerSnapshot(NamedTuple):
-    """All that steps and updates change in a scaler."""
-
-    scale: Tensor
-    growth_tracker: Tensor
-    history: HistorySnapshot
-    per_optimizer_states: dict[int, dict[str, Any]]
-    inspections: dict[int, Inspection]
-
-
-class DeviceScaler(TorchGradScaler):
-    """The base of `GradScaler`, which has the public methods and sets these attributes."""
-
-    policy: Policy
-    process_group: Any
-    max_consecutive_skips: int | None
-    allow_no_grads: bool
-    _allow_fp16_grads: bool
-    _history: ScalerHistory
-    _inspections: dict[int, Inspection]
-    _watch: Watch
     _has_announced = False  # True if a loss module has asked for the scale
     _has_scaled = False  # True if a loss was scaled
 
@@ -72,7 +44,7 @@ class DeviceScaler(TorchGradScaler):
         kwargs: Any,
     ) -> Any:
         """Step an optimizer that may take scale and flag as tensors, but not the scaler."""
-        self._check_scale_growth_tracker("step")
+        scale, _ = self._check_scale_growth_tracker("step")
         self._check_scaled("step")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
@@ -82,9 +54,11 @@ class DeviceScaler(TorchGradScaler):
             )
         if state["stage"] is OptState.READY:
             if takes_tensors:
-                self._look_for_mistakes(optimizer)
+                self._watch.note_scaled_gradients(optimizer, scale)
                 self._check_inf_per_device(optimizer)
-                self._look_for_second_clipping(optimizer)
+                if (inspection := self._inspections.get(id(optimizer))) is not None:
+                    limit = getattr(optimizer, "max_grad_norm", None)
+                    self._watch.note_limit(inspection.total_norms.values(), limit, scale)
             else:
                 self.unscale_(optimizer)
         has_gradients = len(state["found_inf_per_device"]) > 0
@@ -115,7 +89,7 @@ class DeviceScaler(TorchGradScaler):
             )
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        self._look_for_mistakes(optimizer)
+        self._watch.note_scaled_gradients(optimizer, scale)
         inv_scale = scale.double().reciprocal().float()
         found_inf = torch.zeros_like(scale)
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, False)
@@ -167,44 +141,13 @@ class DeviceScaler(TorchGradScaler):
             self._watch.look_for_steps_after_unscaling(
                 self._per_optimizer_states.values(), self._history
             )
+            self._watch.note_update(scale)
         self._per_optimizer_states.clear()
         self._inspections.clear()
         if self.max_consecutive_skips is not None:
             self._history.raise_if_collapsed(self.max_consecutive_skips)
 
-    # --- steps that are tried, captured and replayed --------------------------------------------
-
-    def snapshot(self) -> ScalerSnapshot | None:
-        """Return all that steps and updates change, in copies; None if the scaler is disabled."""
-        if not self._enabled:
-            return None
-        scale, tracker = self._live_scale(), self._growth_tracker
-        assert tracker is not None
-        return ScalerSnapshot(
-            scale.clone(),
-            tracker.clone(),
-            self._history.snapshot(),
-            {key: dict(state) for key, state in self._per_optimizer_states.items()},
-            dict(self._inspections),
-        )
-
-    def restore(self, snapshot: ScalerSnapshot | None) -> None:
-        """Undo all changes since a snapshot. Tensors are written in place.
-
-        Args:
-            snapshot: The result of `snapshot()`.
-        """
-        if snapshot is None:
-            return
-        assert self._scale is not None
-        assert self._growth_tracker is not None
-        self._scale.copy_(snapshot.scale)
-        self._growth_tracker.copy_(snapshot.growth_tracker)
-        self._history.restore(snapshot.history)
-        self._per_optimizer_states.clear()
-        states = snapshot.per_optimizer_states
-        self._per_optimizer_states.update({key: dict(state) for key, state in states.items()})
-        self._inspections = dict(snapshot.inspections)
+    # --- steps of graphs, and steps that failed -------------------------------------------------
 
     def note_replay(self, captured: ScalerSnapshot | None) -> None:
         """Record that a graph was replayed.
@@ -235,36 +178,6 @@ class DeviceScaler(TorchGradScaler):
         """Return True if losses were scaled, and no gradients unscaled, by the scaler or others."""
         is_used = self._history.has_stepped or self._watch.has_unscaled
         return self._has_scaled and not is_used and not self._watch.is_scale_known
-
-    # --- copies ---------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle and deepcopy. Tensors are created again when needed."""
-        if not self._enabled:
-            return super().__getstate__()
-        with self._watch.unnoticed():
-            state = super().__getstate__()
-            state["_history"] = self._history.copy_to_host()
-            state["_inspections"] = {}
-            del state["_watch"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state for pickle and deepcopy."""
-        for name in ("_policy", "_allow_no_grads"):  # the names in version 0.2.0
-            if name in state:
-                state[name.removeprefix("_")] = state.pop(name)
-        check_pickled(state)
-        super().__setstate__(state)
-        if self._enabled:
-            self._watch = Watch()
-
-    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
-        """Copy the scaler; the copy has the same process group."""
-        memo[id(self.process_group)] = self.process_group
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
 
     # --- private methods of torch's class -------------------------------------------------------
 
@@ -352,27 +265,6 @@ class DeviceScaler(TorchGradScaler):
                 "scaler= was called. Did you call scaler.scale(loss).backward()?"
             )
 
-    @eager_only
-    def _look_for_mistakes(self, optimizer: Optimizer) -> None:
-        """Check an optimizer's gradients, which must still be scaled, for common mistakes."""
-        if self._watch.is_done or is_capturing():
-            return
-        assert self._scale is not None
-        grads = (param.grad for param in params_of(optimizer) if param.grad is not None)
-        self._watch.note_scaled_gradients(grads, self._scale)
-
-    @eager_only
-    def _look_for_second_clipping(self, optimizer: Optimizer) -> None:
-        """Check whether the program has clipped to the limit to which the optimizer clips."""
-        limit = getattr(optimizer, "max_grad_norm", None)
-        if limit is None or self._watch.has_reported or is_capturing():
-            return
-        inspection = self._inspections.get(id(optimizer))
-        if inspection is not None and len(inspection.total_norms) == 1:
-            (scaled_norm,) = inspection.total_norms.values()
-            assert self._scale is not None
-            self._watch.note_limit(scaled_norm, limit, self._scale)
-
     def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Signals:
         """Record a step; return its signals, whose flag is on the scale's device."""
         assert self._scale is not None
@@ -387,6 +279,7 @@ class DeviceScaler(TorchGradScaler):
             found_inf = torch.maximum(found_inf, state["outlier"])
         signals = self._signals(optimizer, state, found_inf)
         self._history.note_step(found_inf, self._inspections.get(id(optimizer)))
+        self._watch.note_step(optimizer)
         return signals
 
     def _norm_statistics(self, device: torch.device) -> Tensor | None:

@@ -160,6 +160,11 @@ class ScalerHistory:
         """True if a step was recorded."""
         return self._found_inf is not None
 
+    @property
+    def is_last_in_graph(self) -> bool:
+        """True if the last step was captured or compiled."""
+        return self._is_replayed
+
     def note_taken(self) -> None:
         """Record that the step of the last update was taken, whatever its flag was."""
         if self._records is not None and self._counters is not None:

@@ -1,14 +1,116 @@
-"""A scaler's saved state, which is checked as a whole before any of it is loaded."""
+"""Saves, loads and copies a scaler. All of a state is checked before any of it is loaded."""
 
+import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from ampfuse._arguments import checked_count, checked_known, checked_number
 from ampfuse.amp import _policy
+from ampfuse.amp._history import ScalerHistory
 from ampfuse.amp._policy import Policy, torchs_options
+from ampfuse.amp._snapshot import ScalerSnapshot
+from ampfuse.gradients.inspection import Inspection
+from ampfuse.gradients.mistakes import Watch
 
 COUNTERS = ("_hysteresis_tracker", "_consecutive_skips", "_updates")
 NORMS = ("_norms", "_norm_mean", "_norm_variance", "_norm_limit")
+
+
+Self = TypeVar("Self", bound="SavedScaler")
+
+
+class SavedScaler(TorchGradScaler):
+    """Saves, loads and copies a scaler, whose constructor sets these attributes."""
+
+    policy: Policy
+    process_group: Any
+    max_consecutive_skips: int | None
+    allow_no_grads: bool
+    _allow_fp16_grads: bool
+    _history: ScalerHistory
+    _inspections: dict[int, Inspection]
+    _watch: Watch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, for example for a checkpoint. The host waits for the numbers.
+
+        Returns:
+            torch's five entries, which torch's scaler can load, and further options and counters;
+            without the history. It is empty if the scaler is disabled.
+        """
+        if not self._enabled:
+            return {}
+        own: dict[str, float] = dict(zip(COUNTERS, self._history.counts(), strict=True))
+        with self._watch.unnoticed():
+            own |= zip(NORMS, self._history.norms(), strict=True)
+            return {**super().state_dict(), **self.policy.options, **own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or torch's. Options that it lacks stay unchanged.
+
+        Nothing is loaded if an entry of torch's is missing or any entry is invalid.
+
+        Args:
+            state_dict: The result of `state_dict()` of a scaler that was enabled.
+
+        Raises:
+            KeyError: An entry of torch's is missing.
+            TypeError: An entry has a wrong type.
+            ValueError: An entry is out of range, or `skip_outliers` is set, which a scaler with a
+                process group cannot have.
+            RuntimeError: The state dict is empty, as that of a disabled scaler is.
+        """
+        torchs = state_dict
+        if self._enabled and state_dict:
+            state = loaded(state_dict, self.policy, self._history.counts(), self._history.norms())
+            state.policy.check_process_group(self.process_group)
+            self.policy, torchs = state.policy, state.torchs
+            self._history.set_counts(state.counts)
+            self._history.set_norms(state.norms)
+        super().load_state_dict(torchs)
+
+    def snapshot(self) -> ScalerSnapshot | None:
+        """Return all that steps and updates change, in copies; None if the scaler is disabled."""
+        return ScalerSnapshot(self) if self._enabled else None
+
+    def restore(self, snapshot: ScalerSnapshot | None) -> None:
+        """Undo all changes since a snapshot. Tensors are written in place.
+
+        Args:
+            snapshot: The result of `snapshot()`.
+        """
+        if snapshot is not None:
+            snapshot.put_back(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for pickle and deepcopy. Tensors are created again when needed."""
+        if not self._enabled:
+            return super().__getstate__()
+        with self._watch.unnoticed():
+            state = super().__getstate__()
+            state["_history"] = self._history.copy_to_host()
+            state["_inspections"] = {}
+            del state["_watch"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state for pickle and deepcopy."""
+        for name in ("_policy", "_allow_no_grads"):  # the names in version 0.2.0
+            if name in state:
+                state[name.removeprefix("_")] = state.pop(name)
+        check_pickled(state)
+        super().__setstate__(state)
+        if self._enabled:
+            self._watch = Watch()
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        """Copy the scaler; the copy has the same process group."""
+        memo[id(self.process_group)] = self.process_group
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
 
 class Loaded(NamedTuple):

@@ -10,11 +10,10 @@ from torch.optim import Optimizer
 
 from ampfuse._arguments import checked_count
 from ampfuse._graphs import groups_of
-from ampfuse._warning import warn_caller, warn_if_no_gpu
+from ampfuse._warning import warn_if_no_gpu
 from ampfuse.amp._device_scaler import DeviceScaler, scaled
-from ampfuse.amp._history import ScaleRecord, ScalerHistory
+from ampfuse.amp._history import ScalerHistory
 from ampfuse.amp._policy import Policy, checked_scale, torchs_options
-from ampfuse.amp._saved import COUNTERS, NORMS, loaded
 from ampfuse.amp.gate import Gate
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
 from ampfuse.gradients.inspection import Inspection, norm_for
@@ -326,20 +325,6 @@ class GradScaler(DeviceScaler):
             self._watch.note_known_scale()
         return self._live_scale()
 
-    # --- what happened --------------------------------------------------------------------------
-
-    @property
-    def step_skipped(self) -> Tensor:
-        """A 0-dim bool tensor, on the scale's device after a step: True if it was skipped."""
-        return self._history.step_skipped() if self._enabled else torch.tensor(False)
-
-    def was_skipped(self) -> bool:
-        """Return True if the last step was skipped. The host waits for the check of that step.
-
-        With several optimizers, this is the step of the one that was stepped last.
-        """
-        return self._enabled and self._history.was_skipped()
-
     def gate(self, scheduler: Any) -> Gate:
         """Return a learning rate scheduler that stands still when steps are skipped.
 
@@ -374,76 +359,3 @@ class GradScaler(DeviceScaler):
             [0.25]
         """
         return Gate(scheduler, self)
-
-    def history(self) -> list[ScaleRecord]:
-        """Return the last updates, oldest first. The host waits for one copy.
-
-        Returns:
-            At most `history` records; none if the scaler is disabled or made without `history=`.
-        """
-        if not self._enabled:
-            return []
-        if self._history.length == 0:
-            warn_caller(
-                "history(): this GradScaler remembers no updates; make it with "
-                "GradScaler(history=100) to remember the last 100"
-            )
-        return self._history.records()
-
-    def overflow_report(self, model: torch.nn.Module) -> list[str]:
-        """Return the names of the parameters with non-finite gradients in the last skipped step.
-
-        The last 16 steps are searched, or only the last one if it was compiled or captured; the
-        list is empty if all of them were taken. So call this if `was_skipped()` returns True. The
-        host waits for the result.
-
-        Args:
-            model: The model that names the parameters.
-
-        Returns:
-            Names as in `model.named_parameters()`.
-        """
-        if not self._enabled:
-            return []
-        found = self._history.offenders()
-        return [name for name, param in model.named_parameters() if id(param) in found]
-
-    # --- saving ---------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, for example for a checkpoint. The host waits for the numbers.
-
-        Returns:
-            torch's five entries, which torch's scaler can load, and further options and counters;
-            without the history. It is empty if the scaler is disabled.
-        """
-        if not self._enabled:
-            return {}
-        own: dict[str, float] = dict(zip(COUNTERS, self._history.counts(), strict=True))
-        with self._watch.unnoticed():
-            own |= zip(NORMS, self._history.norms(), strict=True)
-            return {**super().state_dict(), **self.policy.options, **own}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or torch's. Options that it lacks stay unchanged.
-
-        Nothing is loaded if an entry of torch's is missing or any entry is invalid.
-
-        Args:
-            state_dict: The result of `state_dict()` of a scaler that was enabled.
-
-        Raises:
-            KeyError: An entry of torch's is missing.
-            TypeError: An entry has a wrong type.
-            ValueError: An entry is out of range, or `skip_outliers` is set, which a scaler with a
-                process group cannot have.
-            RuntimeError: The state dict is empty, as that of a disabled scaler is.
-        """
-        torchs = state_dict
-        if self._enabled and state_dict:
-            state = loaded(state_dict, self.policy, self._history.counts(), self._history.norms())
-            state.policy.check_process_group(self.process_group)
-            self.policy, torchs = state.policy, state.torchs
-            self._history.set_counts(state.counts)
-            self._history.set_norms(state.norms)
-        super().load_state_dict(torchs)

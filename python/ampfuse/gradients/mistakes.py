@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampfuse._graphs import eager_only, is_capturing
-from ampfuse._host_copy import HostCopy
+from ampfuse._host_copy import HostCopy, number_in
+from ampfuse._nested import params_of
 from ampfuse._warning import warn_caller
 from ampfuse.gradients.devices import largest
 from ampfuse.gradients.shards import local
@@ -25,10 +26,16 @@ STEPS_WATCHED = 3
 # purpose multiplies the limit by the scale.
 FAR_BELOW_THE_SCALE = 1e-3
 
-# If the scaler has taken no step until the second of these losses, look once whether all parameters
-# of the first one were written since. Another network may take steps between micro-batches, and may
-# be a part of the loss, as the discriminator of a GAN.
+# At the last of these losses, look once whether all parameters of one of the three losses from the
+# first one on were written since, and not by the scaler. Another network may take steps between
+# micro-batches, and may be a part of the loss, as the discriminator of a GAN.
 FIRST_LOSS, LAST_LOSS = 10, 20
+LOSSES_KEPT = 3  # those of a GAN alternate
+
+# The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_adam.h), so
+# each step is skipped. The first scale is halved 144 times in a row until then.
+LARGEST_SCALE_WITHOUT_INVERSE = 2.0**-128
+UPDATES_BETWEEN_LOOKS = 16
 
 CLIPPED_WHILE_SCALED = (
     "gradients were clipped to max_norm={max_norm:g} while they were still multiplied by the loss "
@@ -44,6 +51,16 @@ NEVER_STEPPED = (
     "a GradScaler has scaled {losses} losses, and all their parameters have changed, but "
     "scaler.step(optimizer) was not called, so the gradients are still multiplied by the loss "
     "scale: call scaler.step(optimizer) instead of optimizer.step(), and then scaler.update()"
+)
+STEPPED_BESIDE = (
+    "a GradScaler has scaled a loss, and all its parameters have changed, but by other steps than "
+    "scaler.step(optimizer), so their gradients are still multiplied by the loss scale: call "
+    "scaler.step(optimizer) for each optimizer, and then scaler.update()"
+)
+LOST_SCALE = (
+    "the loss scale has fallen to {scale:g}, at which each step is skipped, since gradients were "
+    "not finite at any scale: scaler.overflow_report(model) names their parameters, and "
+    "GradScaler(max_consecutive_skips=20) ends such a run sooner"
 )
 STEPPED_IN_SPITE = (
     "optimizer.step() has taken a step although scaler.unscale_(optimizer) had found gradients "
@@ -82,8 +99,11 @@ class Watch:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._losses = 0  # scaled before the first step
-        self._params: list[tuple[Tensor, int]] = []  # of the loss FIRST_LOSS, with versions
+        self._losses = 0  # scaled, up to LAST_LOSS
+        self._params: list[list[tuple[Tensor, int]]] = []  # of the losses kept, with versions
+        self._stepped: set[int] = set()  # ids of the parameters that the scaler steps or unscales
+        self._updates = 0
+        self._scale: HostCopy | None = HostCopy()  # None after the warning about it
         self._ignored_overflow = HostCopy()  # the flag of a step that the scaler did not take
         self._clipped: tuple[float, HostCopy, HostCopy] | None = None  # limit, norm and scale
         self._norms: list[tuple[float, HostCopy, HostCopy]] = []  # limits, scaled norms, scales
@@ -106,16 +126,16 @@ class Watch:
     def note_scaled_loss(self, loss: Any, history: Any) -> None:
         """Record that the scaler has scaled a loss: the next gradients are scaled.
 
-        `history`: the scaler's, which knows steps in compiled code, too.
+        `history`: the scaler's, which knows steps in compiled code, too. Their parameters are not
+        known, so nothing is said about steps without the scaler then.
         """
-        if self._steps > STEPS_WATCHED:
-            return
-        with _lock:
-            _clips.clear()
-            if self._steps == 0:
-                _first_steps.add(self)
-        if self._steps == 0 and self._losses < LAST_LOSS and not history.has_stepped:
-            self._losses += 1
+        if self._steps <= STEPS_WATCHED:
+            with _lock:
+                _clips.clear()
+                if self._steps == 0:
+                    _first_steps.add(self)
+        if self._losses < LAST_LOSS:
+            self._losses = LAST_LOSS if history.is_last_in_graph else self._losses + 1
             self._look_for_steps_without_scaler(loss)
 
     @contextmanager
@@ -126,20 +146,32 @@ class Watch:
         self.is_scale_known = was_known
 
     def _look_for_steps_without_scaler(self, loss: Any) -> None:
-        """Warn if all parameters of the loss are written by something else than the scaler."""
-        if self._losses == FIRST_LOSS and isinstance(loss, Tensor):
-            self._params = [(param, param._version) for param in leaves_of(loss)]
+        """Warn if all parameters of a loss are written by something else than the scaler."""
+        if FIRST_LOSS <= self._losses < FIRST_LOSS + LOSSES_KEPT and isinstance(loss, Tensor):
+            self._params.append([(param, param._version) for param in leaves_of(loss)])
         elif self._losses == LAST_LOSS:
-            params, self._params = self._params, []
-            are_written = all(param._version > version for param, version in params)
-            if params and are_written and not self.is_scale_known:
-                warn_caller(NEVER_STEPPED.format(losses=LAST_LOSS))
+            losses, self._params = [one for one in self._params if one], []
+            if self.is_scale_known:
+                return
+            are_own = [any(id(param) in self._stepped for param, _ in one) for one in losses]
+            are_written = [all(param._version > then for param, then in one) for one in losses]
+            if (False, True) in zip(are_own, are_written, strict=True):
+                if any(are_own):
+                    warn_caller(STEPPED_BESIDE)
+                elif not self._stepped:
+                    warn_caller(NEVER_STEPPED.format(losses=LAST_LOSS))
+
+    @eager_only
+    def note_step(self, optimizer: Any) -> None:
+        """Record that the scaler steps an optimizer, or unscales its gradients."""
+        if self._losses < LAST_LOSS:
+            self._stepped.update(map(id, params_of(optimizer)))
 
     @eager_only
     def note_unscaling(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Record in the scaler's `state` how often a parameter was written before its step."""
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        param = next((param for param in params if param.grad is not None), None)
+        self.note_step(optimizer)
+        param = next((param for param in params_of(optimizer) if param.grad is not None), None)
         if param is not None and not param.is_inference():
             state["version"] = param, param._version
 
@@ -166,8 +198,25 @@ class Watch:
             self._has_warned_of_overflow = True
             warn_caller(STEPPED_IN_SPITE)
 
-    def note_scaled_gradients(self, grads: Iterable[Tensor], scale: Tensor) -> None:
+    @eager_only
+    def note_update(self, scale: Tensor) -> None:
+        """Warn once if the scale has fallen so far that each step is skipped."""
+        self._updates += 1
+        if self._updates % UPDATES_BETWEEN_LOOKS or self._scale is None or not has_number(scale):
+            return
+        number = self._scale.number() if scale.is_cuda else number_in(scale)
+        if number is not None and number <= LARGEST_SCALE_WITHOUT_INVERSE:
+            self._scale = None
+            warn_caller(LOST_SCALE.format(scale=number))
+        elif scale.is_cuda and not is_capturing():
+            self._scale.send(scale)
+
+    @eager_only
+    def note_scaled_gradients(self, optimizer: Any, scale: Tensor) -> None:
         """Check whether gradients that are still scaled were clipped. Each call is one step."""
+        if self.is_done or is_capturing():
+            return
+        grads = (param.grad for param in params_of(optimizer) if param.grad is not None)
         self._steps += 1
         with _lock:
             if self._steps > STEPS_WATCHED:
@@ -187,8 +236,13 @@ class Watch:
         is_waiting = self._clipped is not None or len(self._norms) > 0
         self.is_done = self._steps > STEPS_WATCHED and (self.has_reported or not is_waiting)
 
-    def note_limit(self, scaled_norm: Tensor, limit: float, scale: Tensor) -> None:
+    @eager_only
+    def note_limit(self, norms: Iterable[Tensor], limit: float | None, scale: Tensor) -> None:
         """Record the norm of scaled gradients, and the limit that the optimizer clips to."""
+        found = list(norms)
+        if limit is None or self.has_reported or is_capturing() or len(found) != 1:
+            return
+        (scaled_norm,) = found
         if len(self._norms) < STEPS_WATCHED and has_number(scaled_norm) and has_number(scale):
             self._norms.append((limit, copied_to_host(scaled_norm), copied_to_host(scale)))
         self._report()

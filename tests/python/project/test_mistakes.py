@@ -134,6 +134,60 @@ def test_torch_clipping_in_addition_to_max_grad_norm_warns_once(device):
     loop.iterate(clip, *[1.0] * 5)  # it is allowed where gradients are not scaled
 
 
+class Gan:
+    """A generator and a critic, whose losses alternate and are scaled or not."""
+
+    def __init__(self, device, critics_step, *, is_scaled=True):
+        self.generator, self.critic = (Parameter(torch.ones(8, device=device)) for _ in range(2))
+        self.optimizers = [
+            torch.optim.SGD([param], lr=1e-6) for param in (self.generator, self.critic)
+        ]
+        self.scaler = ampfuse.GradScaler(device.type)
+        self.critics_step, self.is_scaled = critics_step, is_scaled
+
+    def iterate(self):
+        generators, critics = self.optimizers
+        critics.zero_grad()
+        loss = (self.critic * self.generator.detach()).sum()
+        (self.scaler.scale(loss) if self.is_scaled else loss).backward()
+        if self.critics_step == "unscale_":
+            self.scaler.unscale_(critics)
+        (critics.step if self.critics_step != "scaler" else lambda: self.scaler.step(critics))()
+        generators.zero_grad()
+        self.scaler.scale((self.critic * self.generator).sum()).backward()
+        self.scaler.step(generators)
+        self.scaler.update()
+
+
+def test_optimizer_that_steps_beside_the_scaler_warns_once(device):
+    gan = Gan(device, "its own")
+    for _ in range(9):
+        gan.iterate()
+    with pytest.warns(UserWarning, match="but by other steps than scaler.step") as caught:
+        gan.iterate()
+    assert len(caught) == 1
+    for _ in range(20):
+        gan.iterate()
+
+
+@pytest.mark.parametrize("critics_step", ["scaler", "unscale_", "its own"])
+def test_optimizer_whose_gradients_are_not_scaled_may_step_beside_the_scaler(device, critics_step):
+    gan = Gan(device, critics_step, is_scaled=critics_step != "its own")
+    for _ in range(30):
+        gan.iterate()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, ampfuse.AdamW])
+def test_scale_that_has_fallen_too_far_for_any_step_warns_once(device, make):
+    loop = Loop(device, make)
+    loop.iterate(lambda: None, *[float("inf")] * 140)
+    assert loop.scaler._scale == 2.0**-124
+    with pytest.warns(UserWarning, match=r"fallen to \S+, at which each step") as caught:
+        loop.iterate(lambda: None, *[float("inf")] * 36)
+    assert len(caught) == 1
+    loop.iterate(lambda: None, *[1.0] * 40)
+
+
 @pytest.mark.parametrize("make", [torch.optim.SGD, ampfuse.AdamW])
 def test_steps_without_the_scaler_warn_once(device, make):
     loop = Loop(device, make)
