@@ -190,7 +190,9 @@ class GradScaler(DeviceScaler):
 
         The host waits once for the check, except for optimizers that take `grad_scale` and
         `found_inf` as tensors (ampfuse's, and torch's with `fused=True`), which skip on
-        the device. `was_skipped()` reports whether the step was skipped.
+        the device. The host waits for the first step of torch's fused SGD with momentum, whose
+        buffers would stay uninitialised if the device skipped it. `was_skipped()` reports whether
+        the step was skipped.
 
         Args:
             optimizer: The optimizer that steps. Its gradients are unscaled here, unless `unscale_`

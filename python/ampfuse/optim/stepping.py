@@ -4,9 +4,10 @@ import inspect
 from typing import Any
 
 from torch._compile import _disable_dynamo
+from torch.optim import SGD
 from torch.optim import optimizer as torch_optimizer
 
-from ampfuse._graphs import traced_as
+from ampfuse._graphs import is_capturing, traced_as
 from ampfuse.gradients.signals import Signals
 
 
@@ -137,9 +138,27 @@ def drop_norms(signals: Signals) -> Signals:
     return Signals(signals.grad_scale, signals.found_inf, None, signals.backward_norms)
 
 
+def makes_momentum(optimizer: Any) -> bool:
+    """Return True if this step of torch's fused SGD makes momentum buffers."""
+    return isinstance(optimizer, SGD) and any(
+        group["fused"]
+        and group["momentum"] != 0
+        and any(
+            param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
+            for param in group["params"]
+        )
+        for group in optimizer.param_groups
+    )
+
+
 def _step_with_attributes(optimizer: Any, signals: Signals, args: Any, kwargs: Any) -> Any:
     """Step with scale and flag as attributes of the optimizer, as torch's scaler does."""
     signals = signals.add_attributes(optimizer)
+    # torch makes the buffers uninitialised, and a step that the flag skips on the device leaves
+    # them so: all later steps would train on this memory. So the host skips the first step.
+    flag = None if is_capturing() else signals.found_inf
+    if flag is not None and makes_momentum(optimizer) and flag.item():
+        return None
     optimizer.grad_scale, optimizer.found_inf = signals.grad_scale, signals.found_inf
     try:
         return optimizer.step(*args, **kwargs)

@@ -229,6 +229,33 @@ def overflow_144_times_and_step(scaler, optimizer, param):
     assert scale == 2.0**-128
 
 
+@pytest.fixture
+def new_memory_is_nan():
+    torch.use_deterministic_algorithms(True)  # fills the memory of torch.empty_like, too
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("is_unscaled", [False, True])
+def test_first_steps_of_fused_sgd_may_overflow(device, is_unscaled, new_memory_is_nan):
+    param, other = (Parameter(torch.ones(4, device=device)) for _ in range(2))
+    optimizer = SGD([param], lr=0.1, momentum=0.9, fused=True)
+    expected = SGD([other], lr=0.1, momentum=0.9)
+    scaler = ampfuse.GradScaler(device.type)
+    for factor in (inf, nan, 1.0, inf, 2.0):
+        optimizer.zero_grad()
+        scaler.scale(factor * param.sum()).backward()
+        if is_unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        assert scaler.was_skipped() == (factor not in (1.0, 2.0))
+        scaler.update()
+        if not scaler.was_skipped():
+            other.grad = torch.full_like(other, factor)
+            expected.step()
+        assert_same_bits(param.detach(), other.detach())
+
+
 @EVERY_LANGUAGE
 def test_parameters_survive_144_overflows_in_a_row(device, language):
     param = Parameter(torch.ones(3, device=device))
