@@ -19,7 +19,7 @@ from ampfuse.losses import (  # noqa: E402
     cross_entropy_,
     linear_cross_entropy,
 )
-from ampfuse.optim import SGD, Adam, AdamW  # noqa: E402
+from ampfuse.optim import SGD, Adam, AdamW, Mastered  # noqa: E402
 from ampfuse.patching import patch, patched, unpatch  # noqa: E402
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "GradScaler",
     "GraphedStep",
     "LinearCrossEntropyLoss",
+    "Mastered",
     "ScaleCollapseError",
     "ScaleRecord",
     "accumulate",

@@ -35,6 +35,20 @@ FAULTS = [
         "tests/python/amp",
     ),
     Fault(
+        "A first step of torch's fused SGD that overflows leaves its momentum uninitialised.",
+        "python/ampfuse/optim/stepping.py",
+        "    if flag is not None and makes_momentum(optimizer) and flag.item():",
+        "    if flag is not None and not makes_momentum(optimizer) and flag.item() > 1:",
+        "tests/python/amp",
+    ),
+    Fault(
+        "Mastered lets stale options of its groups overwrite what the inner optimizer has set.",
+        "python/ampfuse/optim/mastered.py",
+        "if name not in PARAMS and agreed.get(name) is not value:",
+        "if name not in PARAMS:",
+        "tests/python/optim",
+    ),
+    Fault(
         "Saving a scaler counts as reading the scale, which silences warnings about mistakes.",
         "python/ampfuse/amp/_saved.py",
         """\

@@ -271,6 +271,26 @@ def check_saved(rule: Rule, saved: Any, param: Tensor, index: int) -> None:
             _check_fits(where, value, param)
 
 
+def checked_masters(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Tensor, Tensor]:
+    """Return the masters in a state dict by parameter; raise if one does not fit."""
+    sizes = [len(group["params"]) for group in groups]
+    saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+    if sizes != saved_sizes:
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of "
+            f"optimizer's group: expected groups of {sizes} parameters, got {saved_sizes}"
+        )
+    masters = {}
+    for key, (param, _, index) in owners(groups, saved).items():
+        state = saved["state"].get(key)
+        if isinstance(state, dict) and "master_param" in state:
+            where = f"loaded state dict: master_param of parameter {index}"
+            _check_tensor(where, state["master_param"], param.is_meta)
+            _check_fits(where, state["master_param"], param)
+            masters[param] = state["master_param"]
+    return masters
+
+
 def _check_number(where: str, value: Any, may_be_meta: bool) -> None:
     if not isinstance(value, Tensor):
         if not is_number(value):

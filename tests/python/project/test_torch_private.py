@@ -9,7 +9,7 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 MODULES = {
-    "torch": "_C _dynamo _foreach_div_ _foreach_mul_ _foreach_norm",
+    "torch": "_C _dynamo _foreach_copy_ _foreach_div_ _foreach_mul_ _foreach_norm",
     "torch._C": "_autograd _current_autograd_node _cuda_getArchFlags _current_graph_task_id "
     "_functorch _get_tracing_state _jit_get_schemas_for_operator",
     "torch._C._autograd": "_get_sequence_nr",
@@ -46,7 +46,8 @@ OBJECTS = {
     torch.compile(torch.nn.Identity()): "_orig_mod",
     OPTIMIZER.step: "_wrapped_by_lr_sched",
     torch.optim.Adam([PARAMETER], fused=True): "_step_supports_amp_scaling",
-    OPTIMIZER: "_opt_called _optimizer_step_post_hooks _optimizer_step_pre_hooks",
+    OPTIMIZER: "_opt_called _optimizer_load_state_dict_post_hooks "
+    "_optimizer_load_state_dict_pre_hooks _optimizer_step_post_hooks _optimizer_step_pre_hooks",
     torch.nn.Module(): "_buffers _parameters",
     iter(torch.utils.data.DataLoader([1])): "_index_sampler",
     PARAMETER: "_values _version",
