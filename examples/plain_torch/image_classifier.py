@@ -40,7 +40,7 @@ model = nn.Sequential(
     nn.Linear(128, 8),
 ).to(device)
 criterion = nn.CrossEntropyLoss(label_smoothing=0.05)
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
 scaler = GradScaler(device, enabled=dtype == torch.float16)
 

@@ -55,10 +55,10 @@ def test_rows_name_an_autocast_and_a_scaler_that_do_nothing():
 
 
 def test_optimizers_left_to_torch_are_not_called_unused_as_well():
-    told = REPORT | {"parts": {"optimizers": part()}, "optimizers_of_torch": ["SGD"]}
+    told = REPORT | {"parts": {"optimizers": part()}, "optimizers_of_torch": ["RMSprop"]}
     ((name, text),) = show.rows(told)[1:]
     assert name == "optimizers"
-    assert text.startswith("left to torch: SGD, since")
+    assert text == "left to torch: RMSprop, since ampfuse has only Adam, AdamW and SGD"
 
 
 def test_steps_are_called_too_few_only_without_an_error():

@@ -71,6 +71,17 @@ def test_summary_reports_the_parts_used_and_the_history_of_the_scale(programs, t
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_program_that_trains_by_sgd_and_a_scaler_has_ampfuses_parts(programs):
+    optimizer = "torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)"
+    programs.write("train.py", TRAIN.replace("AdamW(model.parameters())", optimizer))
+    done, told = programs.reported("train.py")
+    assert done.stdout == "ampfuse.patching.optimizers ampfuse.amp.grad_scaler\n"
+    assert told["parts"]["optimizers"] == {"used": 20, "waits_avoided": 0, "left_to_torch": {}}
+    assert told["optimizers_of_torch"] == []
+    assert "optimizers" in done.stderr
+    assert "left to torch" not in done.stderr
+
+
 def test_parts_are_chosen_with_only_and_without(programs):
     programs.write("train.py", TRAIN)
     only = ("--only", "scaler,clip_grad_norm", "--only", "cross_entropy")
@@ -99,20 +110,20 @@ def test_optimizer_left_to_torch_is_reported_with_the_reason(programs):
     assert "left to torch once: differentiable=True" in done.stderr
 
 
-def test_sgd_is_reported_as_left_to_torch_and_its_steps_beside_a_scaler_are_noticed(programs):
+def test_steps_beside_a_scaler_are_noticed_also_of_an_optimizer_left_to_torch(programs):
     programs.write(
-        "sgd.py",
+        "rmsprop.py",
         f"{STEP}\nmodel = torch.nn.Linear(4, 4)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)\n"
         "scaler = torch.amp.GradScaler('cpu')\n"
         "for _ in range(20):\n"
         "    scaler.scale(model(torch.ones(4)).sum()).backward()\n"
         "    optimizer.step()\n",
     )
-    done, told = programs.reported("sgd.py")
-    assert told["optimizers_of_torch"] == ["SGD"]
-    assert "left to torch: SGD, since ampfuse has only Adam and AdamW" in done.stderr
-    assert "sgd.py:15: UserWarning: a GradScaler has scaled 20 losses" in done.stderr
+    done, told = programs.reported("rmsprop.py")
+    assert told["optimizers_of_torch"] == ["RMSprop"]
+    assert "left to torch: RMSprop, since ampfuse has only Adam, AdamW and SGD" in done.stderr
+    assert "rmsprop.py:15: UserWarning: a GradScaler has scaled 20 losses" in done.stderr
     assert "A GradScaler has scaled losses, but taken no step." in done.stderr
 
 
@@ -302,7 +313,7 @@ scaler.step(optimizer)
 
 OWN_SCALER = """
 import ampfuse
-class Lion(torch.optim.SGD):
+class Lion(torch.optim.RMSprop):
     pass
 optimizer = Lion(model.parameters())
 scaler = ampfuse.GradScaler("cpu")
@@ -322,4 +333,5 @@ def test_scaler_that_is_disabled_is_reported_unless_the_program_has_another_one(
     _, told = programs.reported("train.py")
     assert not told["scaler_disabled"]
     assert not any("no GradScaler is used" in hint for hint in told["hints"])
-    assert told["optimizers_of_torch"] == ["SGD"]
+    assert told["optimizers_of_torch"] == []
+    assert told["parts"]["optimizers"]["used"] == 1

@@ -1,4 +1,4 @@
-"""Arguments, groups, methods and states of torch.optim.Adam and AdamW while they are patched."""
+"""Arguments, groups, methods and states of torch.optim's patched Adam, AdamW and SGD."""
 
 import ampfuse
 import pytest
@@ -7,8 +7,9 @@ from ampfuse.patching import PARTS
 from torch.nn import Parameter
 
 # Derived classes stay torch's while these are patched.
-TORCHS = {name: type(name, (getattr(torch.optim, name),), {}) for name in ("Adam", "AdamW")}
-BOTH = pytest.mark.parametrize("name", TORCHS)
+NAMES = ("Adam", "AdamW", "SGD")
+TORCHS = {name: type(name, (getattr(torch.optim, name),), {}) for name in NAMES}
+EACH = pytest.mark.parametrize("name", NAMES)
 USAGE = PARTS["optimizers"].usage
 
 pytestmark = pytest.mark.usefixtures("patched")
@@ -28,14 +29,18 @@ def step(optimizer, grad=1.0):
 # --- constructors and groups --------------------------------------------------------------------
 
 
-@BOTH
+OF_SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.3, "nesterov": True}
+
+
+@EACH
 def test_positional_arguments_have_torchs_order(name):
     values = {"lr": 0.1, "betas": (0.5, 0.9), "eps": 1e-6, "weight_decay": 0.3, "amsgrad": True}
+    values = OF_SGD if name == "SGD" else values
     (group,) = getattr(torch.optim, name)([parameter()], *values.values()).param_groups
     assert {key: group[key] for key in values} == values
 
 
-@BOTH
+@EACH
 def test_parameters_are_accepted_in_every_form_that_torch_accepts(name):
     cls = getattr(torch.optim, name)
     a, b = parameter(), parameter()
@@ -52,10 +57,9 @@ def test_parameters_are_accepted_in_every_form_that_torch_accepts(name):
         assert [p for group in optimizer.param_groups for p in group["params"]] == [a, b]
 
 
-@BOTH
+@EACH
 def test_defaults_and_groups_equal_those_of_torch(name):
-    ours = getattr(torch.optim, name)([parameter()], capturable=True)
-    torchs = TORCHS[name]([parameter()], capturable=True)
+    ours, torchs = getattr(torch.optim, name)([parameter()]), TORCHS[name]([parameter()])
     assert torchs.defaults == ours.defaults
     groups = [dict(optimizer.param_groups[0], params=None) for optimizer in (torchs, ours)]
     assert groups[0] == groups[1]
@@ -87,7 +91,7 @@ def test_patched_optimizer_uses_the_programs_own_group_dictionary(device):
     assert [len(g["params"]) for g in optimizer.param_groups] == [1, 1]
 
 
-@BOTH
+@EACH
 def test_added_group_with_differentiable_is_refused(name):
     optimizer = getattr(torch.optim, name)([parameter()])
     with pytest.raises(ValueError, match="differentiable=True"):
@@ -95,18 +99,21 @@ def test_added_group_with_differentiable_is_refused(name):
     assert len(optimizer.param_groups) == 1
 
 
-@BOTH
+@EACH
 def test_constructor_errors_equal_those_of_torch(name):
     param = parameter()
     of_ampfuse = ("master_weights", "max_grad_norm", "process_group")
     refused = [
         {"lr": -1.0},
-        {"betas": (2.0, 0.9)},
-        {"betas": (0, 0.9)},
+        {"weight_decay": -1.0},
         {"fused": True, "foreach": True},
-        {"lr": torch.tensor(0.1), "foreach": True},
-        *({option: None} for option in ("momentum", *of_ampfuse)),
+        *({option: None} for option in of_ampfuse),
     ]
+    if name == "SGD":
+        refused += [{"nesterov": True}, {"momentum": -1.0}, {"betas": (0.5, 0.9)}]
+    else:
+        refused += [{"betas": (2.0, 0.9)}, {"betas": (0, 0.9)}, {"momentum": None}]
+        refused.append({"lr": torch.tensor(0.1), "foreach": True})
     params = [[], torch.ones(2), 5, [{"params": {param}}]]
     cases = [((), {}), *(((given,), {}) for given in params)]
     for arguments, options in [*cases, *((([param],), options) for options in refused)]:
@@ -119,18 +126,22 @@ def test_constructor_errors_equal_those_of_torch(name):
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-@BOTH
+@EACH
 def test_unsupported_optimizer_is_left_to_torch_and_the_reason_logged_once(name, caplog):
     cls = getattr(torch.optim, name)
-    beta = torch.tensor([0.9])
+    tensor = torch.tensor([0.9])
     param = parameter()
     for _ in range(2):
         cases = {
             "differentiable=True": cls([parameter()], differentiable=True),
             "parameters on meta": cls([Parameter(torch.ones(2, device="meta"))]),
-            "betas: expected two floats": cls([parameter()], betas=(beta, beta), foreach=False),
             "a parameter that is in a group twice": cls([param, param]),
         }
+        if name == "SGD":
+            cases["weight_decay: expected a number"] = cls([parameter()], weight_decay=tensor)
+        else:
+            betas = {"betas": (tensor, tensor), "foreach": False}
+            cases["betas: expected two floats"] = cls([parameter()], **betas)
     for optimizer in cases.values():
         assert type(optimizer) is cls
     for reason in cases:
@@ -189,17 +200,19 @@ def test_patched_optimizer_inside_zero_refuses_limits(monkeypatch):
 
 def first_moment(optimizer):
     (state,) = optimizer.state.values()
-    return state["exp_avg"][0].item()
+    return state["momentum_buffer" if "momentum_buffer" in state else "exp_avg"][0].item()
 
 
-@BOTH
+@EACH
 def test_state_dicts_are_exchanged_with_torchs_optimizers(name):
-    optimizer, reference = getattr(torch.optim, name)([parameter()]), TORCHS[name]([parameter()])
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    optimizer = getattr(torch.optim, name)([parameter()], **options)
+    reference = TORCHS[name]([parameter()], **options)
     for grad in (1.0, 2.0, 3.0):
         step(optimizer, 10 * grad)
         step(reference, grad)
     expected = first_moment(reference)
     optimizer.load_state_dict(reference.state_dict())
-    fresh = TORCHS[name]([parameter()])
+    fresh = TORCHS[name]([parameter()], **options)
     fresh.load_state_dict(optimizer.state_dict())
     assert first_moment(optimizer) == first_moment(fresh) == expected

@@ -1,4 +1,4 @@
-"""Training with torch.optim.Adam and AdamW while they are patched."""
+"""Training with torch.optim.Adam, AdamW and SGD while they are patched."""
 
 import copy
 import math
@@ -12,8 +12,10 @@ from scaler_languages import step_by
 from torch.nn import Parameter
 
 # Derived classes stay torch's while these are patched.
-TORCHS = {name: type(name, (getattr(torch.optim, name),), {}) for name in ("Adam", "AdamW")}
-BOTH = pytest.mark.parametrize("name", TORCHS)
+NAMES = ("Adam", "AdamW", "SGD")
+TORCHS = {name: type(name, (getattr(torch.optim, name),), {}) for name in NAMES}
+EACH = pytest.mark.parametrize("name", NAMES)
+OF_ADAM = pytest.mark.parametrize("name", ["Adam", "AdamW"])
 USAGE = PARTS["optimizers"].usage
 OVERFLOWS = (1, 2, 4)  # indices of the steps, of six, whose gradients are infinite
 
@@ -42,7 +44,7 @@ def step(optimizer, number=None):
     optimizer.step()
 
 
-@BOTH
+@OF_ADAM
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
@@ -67,10 +69,37 @@ def test_patched_optimizers_step_like_torchs(device, name, options, dtype):
     assert USAGE.uses == 5
 
 
-def train(device, watch, **options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+        {"momentum": 0.9, "dampening": 0.5, "maximize": True, "foreach": True},
+        {"momentum": 0.9, "fused": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_patched_sgd_steps_like_torchs(device, options, dtype):
+    params, others = parameters(device, dtype), parameters(device, dtype)
+    optimizer = torch.optim.SGD(params, lr=0.1, **options)
+    reference = TORCHS["SGD"](others, lr=0.1, **options)
+    assert isinstance(optimizer, ampfuse.SGD)
+    for number in range(5):
+        step(optimizer, number)
+        step(reference, number)
+    for p, other in zip(params, others, strict=True):
+        if device.type == "cpu" and "fused" not in options:  # torch's kernels round otherwise
+            assert torch.equal(p, other)
+        torch.testing.assert_close(p, other, rtol=2e-6, atol=1e-7)
+    assert USAGE.uses == 5
+    assert bool(optimizer.state) == ("momentum" in options)
+
+
+def train(device, watch, name="AdamW", **options):
     """Run a training program; return a list of all values that it observes."""
     param = Parameter(torch.ones(3, device=device))
-    optimizer = torch.optim.AdamW([param], lr=1e-2, **options)
+    optimizer = getattr(torch.optim, name)([param], lr=1e-2, **options)
     scaler = torch.amp.GradScaler(device.type)
     told = []
     watch(optimizer, told)
@@ -128,6 +157,9 @@ WATCHES = [nobody, pre_hook, post_hook, clip_in_a_hook, wrap_step, schedule]
         *((watch, {}) for watch in WATCHES),
         *((watch, {"fused": True}) for watch in WATCHES),  # such a step unscales gradients itself
         *((nobody, options) for options in ({"foreach": True}, {"fused": False})),
+        *((watch, {"name": "SGD"}) for watch in (nobody, schedule)),
+        (nobody, {"name": "SGD", "momentum": 0.9}),
+        (pre_hook, {"name": "SGD", "momentum": 0.9, "fused": True}),
     ],
 )
 def test_programs_observe_the_same_values_when_patched(device, watch, options):
@@ -176,9 +208,10 @@ def train_plainly(params, optimizer, scaler, steps):
 
 
 @pytest.mark.needs_cuda
-def test_patched_step_does_not_sync_the_host_if_nobody_can_notice(waits_are_errors):
+@EACH
+def test_patched_step_does_not_sync_the_host_if_nobody_can_notice(waits_are_errors, name):
     param = parameter("cuda")
-    optimizer, scaler = torch.optim.AdamW([param]), torch.amp.GradScaler("cuda")
+    optimizer, scaler = getattr(torch.optim, name)([param]), torch.amp.GradScaler("cuda")
     train_plainly([param], optimizer, scaler, 1)
     torch.cuda.synchronize()
     waits_are_errors()
@@ -186,18 +219,21 @@ def test_patched_step_does_not_sync_the_host_if_nobody_can_notice(waits_are_erro
 
 
 @pytest.mark.parametrize(
-    ("options", "avoided"),
+    ("name", "options", "avoided"),
     [
-        ({}, 3),  # torch's scaler reads its flag in each of four steps, ours in the first one
-        ({"fused": True}, 0),  # torch's scaler does not read it either
+        # torch's scaler reads its flag in each of four steps, ours in the first one
+        ("AdamW", {}, 3),
+        ("SGD", {}, 3),
+        ("SGD", {"momentum": 0.9}, 3),
+        ("AdamW", {"fused": True}, 0),  # torch's scaler does not read it either
     ],
     ids=str,
 )
 def test_host_waits_that_only_torch_needs_are_counted_on_a_gpu(
-    device, options, avoided, monkeypatch
+    device, name, options, avoided, monkeypatch
 ):
     params = parameters(device)
-    optimizer = torch.optim.AdamW(params, **options)
+    optimizer = getattr(torch.optim, name)(params, **options)
     scaler = ampfuse.GradScaler(device)
     train_plainly(params, optimizer, scaler, 4)
     assert USAGE.waits_avoided == (avoided if device.type == "cuda" else 0)
@@ -214,16 +250,20 @@ def test_steps_without_a_scaler_avoid_no_host_waits(device, monkeypatch):
 
 
 @pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
-def test_skipped_first_step_leaves_no_state_and_is_not_counted(device):
+@pytest.mark.parametrize(("name", "momentum"), [("AdamW", 0), ("SGD", 0.9), ("SGD", 0)])
+def test_skipped_first_step_leaves_no_state_and_is_not_counted(device, name, momentum):
     model = torch.nn.Linear(3, 1, device=device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"momentum": momentum} if momentum else {}
+    optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+    has_state = name == "AdamW" or momentum != 0
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     scaler = torch.amp.GradScaler(device)
     infinite = torch.full((1, 3), math.inf, device=device)
     for inputs, has_stepped in ((infinite, False), (infinite.clamp(max=1), True)):
         optimizer.zero_grad()
         step_by(scaler, optimizer, model(inputs).sum())
-        assert bool(optimizer.state) == bool(optimizer.state_dict()["state"]) == has_stepped
+        saved = optimizer.state_dict()["state"]
+        assert bool(optimizer.state) == bool(saved) == (has_stepped and has_state)
         assert getattr(schedule.optimizer, "_opt_called", False) == has_stepped
 
 
@@ -239,7 +279,7 @@ def test_16_bit_parameters_have_no_masters_and_moments_of_their_own_dtype(device
             assert optimizer.state[p]["exp_avg"].dtype == moments
 
 
-@BOTH
+@OF_ADAM
 def test_moments_have_the_dtype_of_the_groups_current_parameters(device, name):
     """Replace a group's parameters, for example by wider ones, as torch allows."""
     narrow, wide = parameter(device, torch.bfloat16), parameter(device)
@@ -252,7 +292,7 @@ def test_moments_have_the_dtype_of_the_groups_current_parameters(device, name):
             assert one.state[param]["exp_avg"].dtype == param.dtype
 
 
-@BOTH
+@EACH
 def test_group_appended_to_param_groups_is_stepped(device, name):
     optimizer = getattr(torch.optim, name)([parameter(device)], lr=0.5)
     late = parameter(device)
@@ -262,7 +302,7 @@ def test_group_appended_to_param_groups_is_stepped(device, name):
     assert late.tolist() == optimizer.param_groups[0]["params"][0].tolist() != [1.0, 2.0, 3.0]
 
 
-@BOTH
+@OF_ADAM
 @pytest.mark.parametrize("in_tensor", [False, True])
 def test_learning_rate_may_become_negative(device, name, in_tensor):
     lr = torch.tensor(1.0, device=device) if in_tensor else 1.0
@@ -278,7 +318,7 @@ def test_learning_rate_may_become_negative(device, name, in_tensor):
     assert seen[4] > seen[3]  # the negative rate steps uphill
 
 
-@BOTH
+@EACH
 def test_weight_decay_may_become_negative(device, name):
     optimizer = getattr(torch.optim, name)([parameter(device)], weight_decay=0.1)
     (group,) = optimizer.param_groups
@@ -325,3 +365,42 @@ def test_parameter_listed_twice_in_a_group_steps_as_in_torch(name, has_scaler, o
     ours = trained()
     ampfuse.unpatch()
     torch.testing.assert_close(ours, trained())
+
+
+def sparse_program(**options):
+    """Train an embedding with sparse gradients, and a layer; some steps overflow."""
+    torch.manual_seed(0)
+    words, scores = torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 2)
+    model = torch.nn.Sequential(words, scores)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number in range(6):
+        optimizer.zero_grad()
+        loss = model(torch.tensor([1, 3, 1])).square().mean()
+        step_by(scaler, optimizer, loss * (math.inf if number in OVERFLOWS else 1.0))
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9, "nesterov": True}, {"foreach": True}], ids=str
+)
+def test_parameter_of_sgd_with_a_sparse_gradient_is_stepped_by_torch(options, caplog):
+    ours, optimizer = sparse_program(**options)
+    assert isinstance(optimizer, ampfuse.SGD)
+    assert USAGE.uses == 6
+    reason = "a parameter's step in torch.optim.SGD is left to torch: its gradient is sparse"
+    assert [record.getMessage() for record in caplog.records].count(reason) == 1
+    assert all(param.grad is not None for param in ours.parameters())
+    ampfuse.unpatch()
+    plain, _ = sparse_program(**options)
+    for p, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, other)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"weight_decay": 0.1}], ids=str)
+def test_sparse_gradient_that_torchs_sgd_refuses_is_refused(options):
+    with pytest.raises(RuntimeError, match="SGD with fused=True, with weight decay or in torch"):
+        sparse_program(**options)
+    ampfuse.unpatch()
+    with pytest.raises(RuntimeError, match="sparse"):
+        sparse_program(**options)

@@ -25,7 +25,7 @@ At the end, print what was used and what to change. PARTS are some of these name
 with commas between them:
 
   scaler          torch.amp.GradScaler
-  optimizers      torch.optim.Adam and AdamW
+  optimizers      torch.optim.Adam, AdamW and SGD
   cross_entropy   torch.nn.functional.cross_entropy, and so torch.nn.CrossEntropyLoss
   clip_grad_norm  torch.nn.utils.clip_grad_norm_"""
 

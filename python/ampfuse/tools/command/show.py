@@ -21,7 +21,7 @@ def title(report: dict[str, Any]) -> str:
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of a report's table, each a name and a text."""
     found = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
-    replaced = [cls.__name__ for cls in CLASSES]
+    *first, last = replaced = [cls.__name__ for cls in CLASSES]
     others = sorted({*report["optimizers_of_torch"]} - {*replaced})
     with_rows = {"scaler": report["scaler_disabled"], "optimizers": bool(others)}  # of their own
     parts = report["parts"].items()
@@ -30,7 +30,8 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     )
     if others:
         text = (
-            f"left to torch: {', '.join(others)}, since ampfuse has only {' and '.join(replaced)}"
+            f"left to torch: {', '.join(others)}, since ampfuse has only {', '.join(first)} "
+            f"and {last}"
         )
         found.append(("optimizers", text))
     if (steps := report["steps"]) is not None:
