@@ -32,7 +32,7 @@ FAR_BELOW_THE_SCALE = 1e-3
 FIRST_LOSS, LAST_LOSS = 10, 20
 LOSSES_KEPT = 3  # those of a GAN alternate
 
-# The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_adam.h), so
+# The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_step.h), so
 # each step is skipped. The first scale is halved 144 times in a row until then.
 LARGEST_SCALE_WITHOUT_INVERSE = 2.0**-128
 UPDATES_BETWEEN_LOOKS = 16

@@ -20,7 +20,7 @@ def exported(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a float32 tensor as the kernels do (math/fused_adam_remainder.h)."""
+    """Split a float32 tensor as the kernels do (math/split_float.h)."""
     bits = local(master).contiguous().view(torch.int32)
     upper = (bits + 0x8000) >> 16  # wraps around for some NaNs, replaced below
     upper = torch.where(local(master).isnan(), (bits >> 16) | 0x40, upper)
@@ -35,6 +35,6 @@ def join(param: Tensor, remainder: Tensor) -> Tensor:
     # Adding a negative remainder, with its sign extended, borrows from the upper half.
     bits = torch.where(bfloat16.isnan(), upper | (lower & 0xFFFF), upper + lower)
     joined = bits.view(torch.float32)
-    # A remainder that would turn a number into NaN is ignored (math/fused_adam_remainder.h).
+    # A remainder that would turn a number into NaN is ignored (math/split_float.h).
     is_spoilt = joined.isnan() & ~bfloat16.isnan()
     return sharded_like(param, torch.where(is_spoilt, upper.view(torch.float32), joined))
