@@ -164,7 +164,7 @@ class Watch:
     @eager_only
     def note_step(self, optimizer: Any) -> None:
         """Record that the scaler steps an optimizer, or unscales its gradients."""
-        if self._losses < LAST_LOSS:
+        if self._losses < LAST_LOSS and not self.is_scale_known:
             self._stepped.update(map(id, params_of(optimizer)))
 
     @eager_only
