@@ -144,11 +144,19 @@ def test_errors_about_changed_settings_suggest_a_remedy(device):
         RuntimeError, match=r"changed .*: model.training; .*call model.train\(\), or make a new"
     ):
         step(*batch(device))
-    side.model.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({}, "betas"), ({"make": ampfuse.SGD, "momentum": 0.9}, "momentum")],
+    ids=["AdamW", "SGD"],
+)
+def test_schedulers_that_cycle_momentum_are_refused_with_a_remedy(device, options, name):
+    side = Side(device, **options)
+    step = made(side)
     torch.optim.lr_scheduler.OneCycleLR(side.optimizer, 0.1, total_steps=10)
-    with pytest.raises(
-        RuntimeError, match=r"changed .*: betas of group 0; pass cycle_momentum=False"
-    ):
+    words = rf"changed .*: {name} of group 0; pass cycle_momentum=False"
+    with pytest.raises(RuntimeError, match=words):
         step(*batch(device))
 
 
