@@ -29,7 +29,7 @@ def gpt2():
     return GPT2(SIZE)
 
 
-def adamw_step(model=None, make=torch.optim.AdamW, **options):
+def model_and_step(model=None, make=torch.optim.AdamW, **options):
     """Return a model, its optimizer and a step."""
     model = model or gpt2()
     optimizer = make(model.parameters(), **options)
@@ -43,12 +43,12 @@ def adamw_step(model=None, make=torch.optim.AdamW, **options):
 
 
 def planned(budget, **options):
-    return plan(*adamw_step(), budget, device="cpu", **options)
+    return plan(*model_and_step(), budget, device="cpu", **options)
 
 
 @pytest.fixture(scope="module")
 def before():
-    return account(*adamw_step(), device="cpu")
+    return account(*model_and_step(), device="cpu")
 
 
 def test_nothing_is_changed_if_the_step_fits(before):
@@ -72,9 +72,15 @@ def test_as_few_blocks_as_possible_are_checkpointed(before, part):
 def test_applied_plan_has_the_peak_that_it_says(before):
     made = planned(int(0.6 * before.peak), allow=["bfloat16 moments"])
     model = gpt2()
-    applied = adamw_step(model, ampfuse.AdamW, **made.apply(model))
+    applied = model_and_step(model, ampfuse.AdamW, **made.apply(model))
     assert account(*applied, device="cpu").peak == pytest.approx(made.peak, rel=0.05)
     assert "state_dtype: bfloat16" in repr(applied[1])
+
+
+def test_plan_for_a_program_with_sgd_has_its_options():
+    made = plan(*model_and_step(make=torch.optim.SGD, lr=0.1, momentum=0.9), 1, device="cpu")
+    assert "bfloat16 moments: ampfuse.SGD(..., momentum_dtype=torch.bfloat16)" in str(made)
+    assert made.apply(gpt2()) == {"momentum_dtype": torch.bfloat16}
 
 
 def test_weights_in_bfloat16_are_applied():

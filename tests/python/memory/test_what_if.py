@@ -134,7 +134,7 @@ def test_one_change_is_not_shown_again_as_all_of_these():
     assert "(outside modules: the loss, and other functions)" in str(made)
 
 
-def test_frozen_weights_have_no_masters_and_only_adamw_can_have_any():
+def test_frozen_weights_have_no_masters_and_only_adam_and_sgd_can_have_any():
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     model[:7].requires_grad_(False)
 
@@ -143,9 +143,52 @@ def test_frozen_weights_have_no_masters_and_only_adamw_can_have_any():
         step = stepper(optimizer, lambda: model(torch.zeros(1, 256)).sum())
         return {saving.name: saving for saving in account(model, optimizer, step).savings}
 
-    masters = savings(torch.optim.AdamW)["bfloat16 weights, masters"].kinds["masters"]
-    assert masters == 4 * (256 * 256 + 256)
-    assert list(savings(torch.optim.SGD, 0.1, 0.9)) == ["autocast", "sharded over 8 GPUs"]
+    for make in (torch.optim.AdamW, torch.optim.SGD):
+        masters = savings(make)["bfloat16 weights, masters"].kinds["masters"]
+        assert masters == 4 * (256 * 256 + 256)
+    assert list(savings(torch.optim.RMSprop)) == ["autocast", "sharded over 8 GPUs"]
+
+
+BFLOAT16_SGD = "model.to(torch.bfloat16) and ampfuse.SGD"
+OF_SGD = {
+    "bfloat16 weights, masters": (BFLOAT16_SGD, BFLOAT16, {}),
+    "bfloat16 weights, remainders": (
+        f'{BFLOAT16_SGD}(..., master_weights="remainder")',
+        BFLOAT16,
+        {"master_weights": "remainder"},
+    ),
+    "bfloat16 moments": (
+        "ampfuse.SGD(..., momentum_dtype=torch.bfloat16)",
+        torch.float32,
+        {"momentum_dtype": BFLOAT16},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_SGD)
+def test_change_of_a_program_with_sgd_saves_what_the_account_says(name):
+    def account_of_sgd(weights, make, **options):
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).to(weights)
+        optimizer = make(model.parameters(), lr=0.1, momentum=0.9, **options)
+        batch = torch.zeros(8, 512, dtype=weights)
+        return account(model, optimizer, stepper(optimizer, lambda: model(batch).sum()))
+
+    how, weights, options = OF_SGD[name]
+    before = account_of_sgd(torch.float32, torch.optim.SGD)
+    after = account_of_sgd(weights, ampfuse.SGD, **options)
+    (saving,) = (one for one in before.savings if one.name == name)
+    assert saving.how == how
+    assert saving.peak == pytest.approx(after.peak, rel=0.02)
+    assert saving.kinds["moments"] == pytest.approx(after.kinds["moments"], rel=0.01)
+
+
+def test_sgd_without_momentum_has_no_moments():
+    model = nn.Linear(256, 256)
+    optimizer = ampfuse.SGD(model.parameters(), lr=0.1)
+    step = stepper(optimizer, lambda: model(torch.zeros(1, 256)).sum())
+    made = account(model, optimizer, step)
+    assert "moments" not in made.kinds
+    assert "bfloat16 moments" not in [saving.name for saving in made.savings]
 
 
 # Layers that end with a norm return float32, and the next layer saves a copy of another dtype.

@@ -215,7 +215,7 @@ def account_of(record: Record, with_autocast: Record | None = None) -> Account:
         allocations = change.of(record)
         if allocations is not None:
             changed_peak, _, changed_kinds = _find_peak(replace(record, allocations=allocations))
-            savings.append(Saving(change.name, change.how, changed_peak, changed_kinds))
+            savings.append(Saving(change.name, change.how_in(record), changed_peak, changed_kinds))
     device = "cuda" if record.for_gpu else "cpu"
     return Account(device, peak, record.phase_at(at), kinds, dict(modules), savings, record.unknown)
 

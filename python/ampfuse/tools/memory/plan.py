@@ -16,11 +16,14 @@ from ampfuse.tools.memory import what_if
 from ampfuse.tools.memory.account import recorded
 from ampfuse.tools.memory.record import Record, is_within
 
-OPTIMIZER_OPTIONS: dict[str, dict[str, Any]] = {
-    "bfloat16 moments": {"state_dtype": torch.bfloat16},
-    what_if.REMAINDERS.name: {"master_weights": "remainder"},
-}
-ALLOWED = (what_if.MASTER_WEIGHTS.name, *OPTIMIZER_OPTIONS, "linear cross-entropy")
+MOMENTS = "bfloat16 moments"
+MOMENT_DTYPES = {"AdamW": "state_dtype", "SGD": "momentum_dtype"}  # their options
+ALLOWED = (
+    what_if.MASTER_WEIGHTS.name,
+    MOMENTS,
+    what_if.REMAINDERS.name,
+    "linear cross-entropy",
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class Plan:
     """Names of the modules whose activations are computed again in backward."""
     recomputed: float
     """The part of forward that is computed again, by floating-point operations."""
+    hows: list[str]
+    """How to make each of the changes."""
+    optimizer: str
+    """The class of ampfuse whose options `apply` returns: `"AdamW"`, `"SGD"`, or `""`."""
 
     @property
     def fits(self) -> bool:
@@ -46,8 +53,7 @@ class Plan:
         """Return the plan as text."""
         verdict = "fits into" if self.fits else "does not fit into"
         lines = [f"a peak of {size_text(self.peak)} {verdict} {size_text(self.budget)}"]
-        how = {change.name: change.how for change in what_if.CHANGES}
-        lines += [f"  {name}: {how[name]}" for name in self.changes]
+        lines += [f"  {name}: {how}" for name, how in zip(self.changes, self.hows, strict=True)]
         if self.blocks:
             names = f"{self.blocks[0]} … {self.blocks[-1]}" if self.blocks[1:] else self.blocks[0]
             share = f"{self.recomputed:.0%} of forward is computed again"
@@ -57,7 +63,7 @@ class Plan:
         return "\n".join(lines)
 
     def apply(self, model: nn.Module) -> dict[str, Any]:
-        """Checkpoint the blocks, cast the model if planned, and return options for `ampfuse.AdamW`.
+        """Checkpoint the blocks, cast the model if planned, and return options of the optimizer.
 
         Linear cross-entropy is the one change that is left to the program.
 
@@ -65,7 +71,8 @@ class Plan:
             model: The model, which is changed in place.
 
         Returns:
-            Arguments of `ampfuse.AdamW` by name.
+            Arguments of `ampfuse.AdamW`, or of `ampfuse.SGD` if the program's optimizer is an SGD,
+            by name.
         """
         for name in self.blocks:
             block = model.get_submodule(name)
@@ -75,8 +82,10 @@ class Plan:
         if {what_if.MASTER_WEIGHTS.name, what_if.REMAINDERS.name} & set(self.changes):
             model.to(torch.bfloat16)
         options: dict[str, Any] = {}
-        for change in self.changes:
-            options |= OPTIMIZER_OPTIONS.get(change, {})
+        if MOMENTS in self.changes:
+            options[MOMENT_DTYPES[self.optimizer]] = torch.bfloat16
+        if what_if.REMAINDERS.name in self.changes:
+            options["master_weights"] = "remainder"
         return options
 
 
@@ -125,7 +134,7 @@ def plan(
         >>> made = ampfuse.memory.plan(model, optimizer, step, budget="32MiB")
         >>> made.fits, made.blocks
         (True, ['0', '1', '2', '3', '4'])
-        >>> optimizer = ampfuse.AdamW(model.parameters(), **made.apply(model))
+        >>> optimizer = ampfuse.SGD(model.parameters(), lr=0.1, **made.apply(model))
     """
     budget = bytes_of(budget)
     known = {change.name: change for change in what_if.CHANGES if change.name in ALLOWED}
@@ -133,7 +142,7 @@ def plan(
         if name not in known:
             raise ValueError(f"allow: expected names of {list(known)}, got {name!r}")
     (record,) = recorded(model, optimizer, step, device)
-    changes = []
+    changes, hows = [], []
     for name in allow:
         if record.peak()[0] <= budget:
             break
@@ -142,11 +151,13 @@ def plan(
         if changed.peak()[0] < record.peak()[0]:
             record = changed
             changes.append(name)
+            hows.append(known[name].how_in(record))
     blocks = fewest_blocks(record, budget)
     peak = replace(record, allocations=what_if.checkpointed(record, blocks)).peak()[0]
     forward = sum(record.operations.values())
     again = sum(count for name, count in record.operations.items() if is_within(name, blocks))
-    return Plan(budget, peak, changes, blocks, again / forward if forward else 0.0)
+    recomputed = again / forward if forward else 0.0
+    return Plan(budget, peak, changes, blocks, recomputed, hows, record.replacement)
 
 
 def fewest_blocks(record: Record, budget: int) -> list[str]:

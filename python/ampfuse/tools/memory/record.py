@@ -59,7 +59,7 @@ class Record:
     begin: int
     end: int
     for_gpu: bool  # True if it is about a GPU, wherever it was recorded
-    is_adam: bool  # True if an optimizer has Adam's moments
+    replacement: str  # the class of ampfuse that has the optimizer's arithmetic, or ""
     unknown: list[str]  # lines of the program whose results have shapes that depend on numbers
 
     def phase_at(self, moment: int) -> str:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from ampfuse import _C
 from ampfuse._graphs import is_in_backward
 from ampfuse._nested import have_own_operators, params_of, states_of, stored_tensors_in
+from ampfuse.optim import SGD
 from ampfuse.tools.hooks import FirstOptimizer, hook_modules, hook_steps, only_measures, replace
 from ampfuse.tools.memory.as_on_gpu import act_as_on_gpu
 from ampfuse.tools.memory.dry_run import has_floats, run_dry
@@ -48,7 +49,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.before_first_step: Callable[[Optimizer], None] | None = None  # called once for each
         self._after_step = after_step  # called after each step of the first optimizer
         self._first = FirstOptimizer()
-        self._is_adam = False
+        self._replacement = ""
         self.steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """The number of steps that each optimizer has taken."""
         self._fake_mode = FakeTensorMode()
@@ -108,7 +109,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._begin,
             self._now,
             self._for_gpu,
-            self._is_adam,
+            self._replacement,
             list(self._unknown),
         )
 
@@ -250,8 +251,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @only_measures
     def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepping -= 1
+        if type(optimizer) is torch.optim.SGD or isinstance(optimizer, SGD):
+            self._replacement = self._replacement or "SGD"
         for state in states_of(optimizer):
-            self._is_adam |= "exp_avg_sq" in state
+            if "exp_avg_sq" in state:
+                self._replacement = "AdamW"
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     self.note(Kind.MASTERS if "master" in name else Kind.MOMENTS, [value])

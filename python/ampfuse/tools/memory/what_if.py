@@ -17,6 +17,12 @@ GPUS = 8  # over which the model is sharded in one of the changes
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::mkldnn_linear")
 LOSSES = ("aten::_log_softmax", "ampfuse::cross_entropy_forward", "ampfuse::cross_entropy")
 
+# Arguments for moments in bfloat16, by the optimizer.
+MOMENT_OPTIONS = {
+    "AdamW": "state_dtype=torch.bfloat16, betas=(0.9, 0.95)",
+    "SGD": "momentum_dtype=torch.bfloat16",
+}
+
 
 @dataclass(frozen=True)
 class Change:
@@ -24,14 +30,20 @@ class Change:
 
     name: str
     how: str
+    """The text about it, in which `{optimizer}` and `{moments}` depend on the program."""
     of: Callable[[Record], list[Allocation] | None]
     """Returns the allocations after the change, or None if it does not concern the program."""
+
+    def how_in(self, record: Record) -> str:
+        """Return how the program of a record makes the change."""
+        moments = MOMENT_OPTIONS.get(record.replacement, "")
+        return self.how.format(optimizer=record.replacement, moments=moments)
 
 
 def bfloat16_weights(record: Record, master_bytes: int) -> list[Allocation] | None:
     """Return the allocations with a model in bfloat16, and masters of 4 or 2 bytes per weight."""
     weights = [one for one in record.allocations if _is_float32(one, Kind.PARAMETERS)]
-    if not (weights and record.is_adam):
+    if not (weights and record.replacement):
         return None
     masters = [
         replace(one, kind=Kind.MASTERS, bytes=one.shape.numel() * master_bytes)
@@ -47,7 +59,8 @@ def bfloat16_weights(record: Record, master_bytes: int) -> list[Allocation] | No
 
 def bfloat16_moments(record: Record) -> list[Allocation] | None:
     """Return the allocations with an optimizer that keeps its moments in bfloat16."""
-    if not record.is_adam or not any(_is_float32(one, Kind.MOMENTS) for one in record.allocations):
+    has_moments = any(_is_float32(one, Kind.MOMENTS) for one in record.allocations)
+    if not (has_moments and record.replacement):
         return None
     return [_halve(one) if _is_float32(one, Kind.MOMENTS) else one for one in record.allocations]
 
@@ -187,18 +200,18 @@ def _halve(one: Allocation) -> Allocation:
 
 MASTER_WEIGHTS = Change(
     "bfloat16 weights, masters",
-    "model.to(torch.bfloat16) and ampfuse.AdamW",
+    "model.to(torch.bfloat16) and ampfuse.{optimizer}",
     lambda record: bfloat16_weights(record, 4),
 )
 REMAINDERS = Change(
     "bfloat16 weights, remainders",
-    'model.to(torch.bfloat16) and ampfuse.AdamW(..., master_weights="remainder")',
+    'model.to(torch.bfloat16) and ampfuse.{optimizer}(..., master_weights="remainder")',
     lambda record: bfloat16_weights(record, 2),
 )
 OTHERS = (
     Change(
         "bfloat16 moments",
-        "ampfuse.AdamW(..., state_dtype=torch.bfloat16, betas=(0.9, 0.95))",
+        "ampfuse.{optimizer}(..., {moments})",
         bfloat16_moments,
     ),
     Change("linear cross-entropy", "ampfuse.linear_cross_entropy", drop_logits),
