@@ -11,8 +11,7 @@ parameter w and a moment s:
 - step_remainder  bfloat16  w + 2 + 2g + 2s, w + 2 + 2s 16, 12   a master is w and 16 more bits
 - step_smallest   the same with bfloat16 moments        12, 8
 
-torch has no masters. For bfloat16 it is measured by the usual loop around fused AdamW, which casts
-the gradients to float32, unscales, clips and steps a float32 copy, and casts that back.
+For bfloat16, torch is measured by the loop of `optimizer_steps`.
 
 Bytes per parameter that other libraries move for a whole step, counted in their sources of 2026:
 
@@ -26,8 +25,6 @@ On a GPU, the bare updates of apex and TransformerEngine are measured if they ar
 """
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,92 +32,12 @@ from importlib.util import find_spec
 import ampfuse
 import shapes
 import torch
-from bench_multi_tensor import COMPILED_TENSORS, COMPILED_TENSORS_QUICK, filled
-from harness import OURS, Case, Provider, Settings, Traffic, main
-from torch.nn.utils import clip_grad_norm_
+from bench_multi_tensor import COMPILED_TENSORS, COMPILED_TENSORS_QUICK
+from harness import Case, Provider, Settings, main
+from optimizer_steps import Model, Operation, Steps, step_case
 
-SCALE = 2.0**16  # torch's initial loss scale
-LIMIT = 1.0
 LEARNING_RATE = 1e-3
-
-
-class Model:
-    """Parameters with gradients. Each provider has its own, with the same initial values."""
-
-    def __init__(self, shape_list: list[shapes.Shape], dtype: torch.dtype, device: torch.device):
-        noise = torch.randn(shapes.M, device=device).to(dtype)
-        self.parameters: list[torch.Tensor] = [
-            torch.nn.Parameter(filled(shape, noise)) for shape in shape_list
-        ]
-        self.scale = torch.tensor(SCALE, device=device)
-        self.inv_scale = torch.tensor(1 / SCALE, device=device)
-
-    def take(self, grads: list[torch.Tensor]) -> "Model":
-        """Set the parameters' gradients; return self."""
-        for parameter, grad in zip(self.parameters, grads, strict=True):
-            parameter.grad = grad
-        return self
-
-
-class TorchStep:
-    """unscale_, clip_grad_norm_ and AdamW on float32 parameters, or the update alone.
-
-    Only the fused implementation skips; the others would have to wait for the flag.
-    """
-
-    def __init__(self, model: Model, whole: bool, fused: bool) -> None:
-        self.model, self.whole, self.fused = model, whole, fused
-        self.parameters = model.parameters
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=LEARNING_RATE, fused=fused, foreach=not fused
-        )
-
-    def __call__(self) -> None:
-        """Take one step."""
-        if self.whole:
-            grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            found_inf = torch.zeros((), device=self.model.scale.device)
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, self.model.inv_scale)
-            clip_grad_norm_(self.parameters, LIMIT)
-            if self.fused:
-                self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        self.optimizer.step()
-
-
-class TorchMasters(TorchStep):
-    """The loop that people write to train a bfloat16 model with float32 masters."""
-
-    def __init__(self, model: Model, whole: bool, fused: bool) -> None:
-        masters = Model([], model.parameters[0].dtype, model.scale.device)
-        masters.parameters = [torch.nn.Parameter(p.detach().float()) for p in model.parameters]
-        super().__init__(masters, whole, fused)
-        self.copies = model.parameters
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        """Take one step."""
-        for master, copy in zip(self.parameters, self.copies, strict=True):
-            master.grad = None if copy.grad is None else copy.grad.float()
-        super().__call__()
-        torch._foreach_copy_(self.copies, self.parameters)
-
-
-class AmpfuseStep:
-    """The optimizer's own unscaling, clipping and overflow check."""
-
-    def __init__(self, model: Model, whole: bool, **options: object) -> None:
-        self.optimizer = ampfuse.AdamW(
-            model.parameters,
-            lr=LEARNING_RATE,
-            max_grad_norm=LIMIT if whole else None,
-            **options,  # type: ignore[arg-type]
-        )
-        if whole:
-            self.optimizer.grad_scale = model.scale  # type: ignore[attr-defined]
-
-    def __call__(self) -> None:
-        """Take one step."""
-        self.optimizer.step()
+UPDATE = 28  # bytes per parameter of torch's fused update
 
 
 class Peer:
@@ -146,23 +63,6 @@ PEERS: dict[str, tuple[str, dict[torch.dtype, dict[str, object]]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Operation:
-    """An operation, and the bytes per element of its floor."""
-
-    name: str
-    dtype: torch.dtype
-    whole: bool
-    read: int
-    written: int
-    ours: dict[str, object]
-
-    @property
-    def floor(self) -> int:
-        """The bytes per element of the floor."""
-        return self.read + self.written
-
-
 BF16_STATE = {"master_weights": "remainder", "state_dtype": torch.bfloat16}
 OPERATIONS = [
     Operation("update", torch.float32, False, 16, 12, {}),
@@ -178,57 +78,36 @@ QUICK = ("64x1M", "10000x64", "resnet50")
 def providers(
     operation: Operation, shape_list: list[shapes.Shape], settings: Settings
 ) -> list[Provider]:
-    def model() -> Model:
-        torch.manual_seed(0)
-        return Model(shape_list, operation.dtype, settings.device)
+    steps = Steps(operation, shape_list, settings)
+    adamw = partial(torch.optim.AdamW, lr=LEARNING_RATE)
 
-    kept = model().parameters
-    grads = [parameter.detach().clone() for parameter in kept]
-
-    @torch.no_grad()
-    def restore() -> None:
-        if operation.whole and operation.dtype == torch.float32:  # torch writes them in place
-            torch._foreach_copy_(grads, kept)
-
-    def provider(
-        name: str,
-        make: Callable[[Model], Callable[[], None]],
-        skip: str = "",
-        moves: float | None = None,
-    ) -> Provider:
-        if skip:
-            return Provider(name, lambda: None, skipped=skip)
-        of_this = model().take(grads)
-        return Provider(name, make(of_this), restore, of_this.parameters, moves=moves)
-
-    limit = COMPILED_TENSORS_QUICK if settings.quick else COMPILED_TENSORS
-    too_many = f"{len(shape_list)} tensors to unroll; compiled up to {limit}"
-    skip = too_many if len(shape_list) > limit else ""
-    whole = operation.whole
-    theirs = TorchStep if operation.dtype == torch.float32 else TorchMasters
-    # Bytes of casts, of unscaling, norm and clipping, and of the update.
-    moved = (12 if theirs is TorchMasters else 0) + (20 if whole else 0) + 28
+    def compiled() -> Provider:
+        limit = COMPILED_TENSORS_QUICK if settings.quick else COMPILED_TENSORS
+        if len(shape_list) > limit:
+            too_many = f"{len(shape_list)} tensors to unroll; compiled up to {limit}"
+            return Provider("torch.compile", lambda: None, skipped=too_many)
+        make = partial(adamw, foreach=True)
+        return steps.provider(
+            "torch.compile", lambda m: torch.compile(steps.torch_step(m, make), dynamic=False)
+        )
 
     def peer(name: str) -> Provider:
         module, options = PEERS[name]
-        missing = "" if find_spec(module.partition(".")[0]) else "not installed"
+        if not find_spec(module.partition(".")[0]):
+            return Provider(name, lambda: None, skipped="not installed")
         make = partial(Peer, module, options[operation.dtype])
-        return provider(name, make, missing, moves=operation.floor)
+        return steps.provider(name, make, operation.floor)
 
     return [
-        provider("torch fused", lambda m: theirs(m, whole, fused=True), moves=moved),
-        provider("torch foreach", lambda m: theirs(m, whole, fused=False)),
-        provider(
-            "torch.compile",
-            lambda m: torch.compile(theirs(m, whole, fused=False), dynamic=False),
-            skip,
-        ),
+        steps.of_torch("torch fused", partial(adamw, fused=True), UPDATE),
+        steps.of_torch("torch foreach", partial(adamw, foreach=True)),
+        compiled(),
         *(
             peer(name)
             for name, (_, options) in PEERS.items()
-            if settings.device.type == "cuda" and not whole and operation.dtype in options
+            if settings.device.type == "cuda" and not operation.whole and operation.dtype in options
         ),
-        provider(OURS, lambda m: AmpfuseStep(m, whole, **operation.ours), moves=operation.floor),
+        steps.ours(partial(ampfuse.AdamW, lr=LEARNING_RATE)),
     ]
 
 
@@ -237,18 +116,8 @@ def case(operation: Operation, shape: str) -> Case:
 
 
 def case_of(operation: Operation, shape: str, shape_list: list[shapes.Shape]) -> Case:
-    elements = shapes.element_count(shape_list)
-    return Case(
-        operation=operation.name,
-        shape=shape,
-        dtype=operation.dtype,
-        elements=elements,
-        traffic=Traffic(operation.read * elements, operation.written * elements, "update"),
-        # Parameters, moments and masters of each provider; gradients, their copy, temporaries.
-        memory=elements * (4 * (operation.dtype.itemsize + 12) + 16),
-        setup=partial(providers, operation, shape_list),
-        quick=shape in QUICK,
-    )
+    is_quick = shape in QUICK
+    return step_case(operation, shape, shape_list, providers, moments=2, is_quick=is_quick)
 
 
 SHAPES = ["1x64M", "64x1M", "1024x64K", "10000x64", "resnet50", "gpt2-124m"]

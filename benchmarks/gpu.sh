@@ -51,7 +51,7 @@ kit=${KIT:-build/kit}
 budget=${BUDGET:-570} # ten minutes, minus the time to pack the results
 wheels=${WHEELS:-wheels}
 read -ra variants <<<"${VARIANTS-}"
-read -ra benches <<<"${BENCHES-training linear_cross_entropy cross_entropy fused_adam multi_tensor grad_scaler patched_step busy_cores}"
+read -ra benches <<<"${BENCHES-training linear_cross_entropy cross_entropy fused_adam fused_sgd multi_tensor grad_scaler patched_step busy_cores}"
 pytest_flags=()
 eval "pytest_flags=(${PYTEST_FLAGS--m needs_cuda})"
 read -ra bench_flags <<<"${BENCH_FLAGS---quick}"

@@ -5,6 +5,7 @@ from pathlib import Path
 import ampfuse
 import bench_cross_entropy
 import bench_fused_adam
+import bench_fused_sgd
 import bench_grad_scaler
 import bench_linear_cross_entropy
 import bench_multi_tensor
@@ -117,6 +118,7 @@ ADAM = {
     ("step_remainder", BF16): 28,
     ("step_smallest", BF16): 20,
 }
+SGD = {("update", FP32): 20, ("step", FP32): 24, ("step", BF16): 22}
 
 
 def floors(cases):
@@ -131,6 +133,8 @@ def test_floors_of_lists_match_a_hand_count():
     assert found == {(name, FP32): passes * 10 * 65_536 * 4 for name, passes in SCALERS.items()}
     found = floors(lists(bench_fused_adam, "64x1M"))
     assert found == {key: bytes_ * 64 * M for key, bytes_ in ADAM.items()}
+    found = floors(lists(bench_fused_sgd, "64x1M"))
+    assert found == {key: bytes_ * 64 * M for key, bytes_ in SGD.items()}
     floor = bench_patched_step.case("100x1K").traffic.total
     assert floor == (8 + 8 + 28) * 100 * 1024
 
@@ -167,6 +171,7 @@ def test_providers_of_linear_cross_entropy_agree_on_every_operation(run):
     [
         (bench_multi_tensor, [FP32], ["torch foreach", OURS]),
         (bench_fused_adam, [], ["torch fused", "torch foreach", OURS]),
+        (bench_fused_sgd, [], ["torch fused", "torch foreach", "torch for-loop", OURS]),
         (bench_grad_scaler, [], ["torch", OURS]),
     ],
 )
