@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampfuse.gradients.shards import is_dtensor, local
 from ampfuse.optim import _state
 from ampfuse.optim._callers import DCP, is_called_from
+from ampfuse.optim._checks import (
+    check_fits,
+    check_number,
+    check_saved,
+    check_tensor,
+    kind_of,
+    listed,
+)
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._rule import Rule, StateOptions
 from ampfuse.optim.options import (
@@ -20,7 +27,6 @@ from ampfuse.optim.options import (
     check_options,
     drop_torchs_options,
     has_torchs,
-    is_number,
 )
 
 
@@ -202,7 +208,7 @@ def keep_options(rule: Rule, loaded: list[dict[str, Any]], groups: list[dict[str
                 f"loaded state dict: group {index} lacks {' and '.join(missing)}: expected "
                 f"{listed(rule.needed_options)}; is it the state of another optimizer?"
             )
-        _check_number(f"loaded state dict: lr of group {index}", new["lr"], may_be_meta=False)
+        check_number(f"loaded state dict: lr of group {index}", new["lr"], may_be_meta=False)
         try:
             check_options(rule, new)
         except (ValueError, TypeError) as error:
@@ -213,7 +219,7 @@ def adopt(rule: Rule, saved: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict, perhaps torch's, without torch's options, and with our state only."""
     is_dcp = is_called_from(DCP)
     if not isinstance(saved.get("state"), dict):
-        found = _kind(saved.get("state"))
+        found = kind_of(saved.get("state"))
         raise TypeError(f"loaded state dict: state: expected a dict, got {found}")
     groups, state = [], dict(saved["state"])
     for group in saved["param_groups"]:
@@ -251,26 +257,6 @@ def is_empty_dict(value: Any) -> bool:
     return isinstance(value, dict) and not value
 
 
-def check_saved(rule: Rule, saved: Any, param: Tensor, index: int) -> None:
-    """Raise for the state of another parameter, or of another optimizer."""
-    where = f"loaded state dict: parameter {index}"
-    if not isinstance(saved, dict):
-        raise TypeError(f"{where}: expected a dict, got {_kind(saved)}")
-    if saved and not saved.keys() >= {*rule.needed_state}:
-        raise KeyError(
-            f"{where}: expected {rule.name}'s {listed(rule.needed_state)}, got "
-            f"{sorted(map(str, saved))}"
-        )
-    for name, value in saved.items():
-        where = f"loaded state dict: {name} of parameter {index}"
-        if name == "step":
-            _check_number(where, value, param.is_meta)
-            _check_counter(where, value)
-        elif name in (*rule.moments, "master_param"):
-            _check_tensor(where, value, param.is_meta)
-            _check_fits(where, value, param)
-
-
 def checked_masters(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Tensor, Tensor]:
     """Return the masters in a state dict by parameter; raise if one does not fit."""
     sizes = [len(group["params"]) for group in groups]
@@ -285,74 +271,10 @@ def checked_masters(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict
         state = saved["state"].get(key)
         if isinstance(state, dict) and "master_param" in state:
             where = f"loaded state dict: master_param of parameter {index}"
-            _check_tensor(where, state["master_param"], param.is_meta)
-            _check_fits(where, state["master_param"], param)
+            check_tensor(where, state["master_param"], param.is_meta)
+            check_fits(where, state["master_param"], param)
             masters[param] = state["master_param"]
     return masters
-
-
-def _check_number(where: str, value: Any, may_be_meta: bool) -> None:
-    if not isinstance(value, Tensor):
-        if not is_number(value):
-            raise TypeError(f"{where}: expected a number or a tensor, got {_kind(value)}")
-        return
-    _check_tensor(where, value, may_be_meta)
-    if value.numel() != 1 or value.is_complex():
-        raise ValueError(f"{where}: expected one real number, got {_described(value)}")
-
-
-def _check_counter(where: str, value: Any) -> None:
-    """Raise for an invalid number of steps. One on a GPU is not checked: the host would wait."""
-    if isinstance(value, Tensor) and (is_dtensor(value) or value.device.type != "cpu"):
-        return
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{where}: expected a finite number, at least 0, got {value}")
-
-
-def _check_tensor(where: str, value: Any, may_be_meta: bool) -> None:
-    """Raise unless this is a dense tensor with memory, from which numbers can be copied."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{where}: expected a tensor, got {_kind(value)}")
-    if value.is_nested:
-        raise ValueError(f"{where}: expected a dense tensor, got a nested one")
-    if value.layout != torch.strided or value.is_quantized:
-        raise ValueError(f"{where}: expected a dense tensor, got {_described(value)}")
-    shard = local(value)
-    is_freed = shard.numel() > 0 and shard.untyped_storage().nbytes() == 0
-    if is_freed or (value.is_meta and not may_be_meta):
-        raise ValueError(f"{where}: expected a tensor with memory, got {_described(value)}")
-
-
-def _check_fits(where: str, value: Tensor, param: Tensor) -> None:
-    if value.shape != param.shape:
-        raise ValueError(f"{where}: expected shape {tuple(param.shape)}, got {tuple(value.shape)}")
-    if not (value.is_floating_point() or value.is_complex()):
-        raise ValueError(
-            f"{where}: expected a floating-point tensor, got {value.dtype}; state_dict() converts "
-            "remainders to float32"
-        )
-    if value.is_complex() != param.is_complex():
-        kind = "a complex" if param.is_complex() else "a real"
-        raise ValueError(f"{where}: expected {kind} tensor like the parameter, got {value.dtype}")
-    if is_dtensor(value) != is_dtensor(param):
-        kinds = ("a plain tensor", "a DTensor")
-        raise ValueError(
-            f"{where}: expected {kinds[is_dtensor(param)]} as the parameter, "
-            f"got {kinds[is_dtensor(value)]}"
-        )
-
-
-def _described(value: Tensor) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}, {value.layout}, on {value.device}"
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
-
-
-def listed(names: tuple[str, ...]) -> str:
-    """Return `a, b and c`."""
-    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def keep_rates(loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
