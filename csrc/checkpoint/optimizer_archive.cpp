@@ -4,9 +4,11 @@
 #include <ampfuse/checkpoint.h>
 #include <ampfuse/fused_optimizer.h>
 #include <torch/optim/lbfgs.h>
+#include <torch/optim/sgd.h>
 #include <torch/serialize/archive.h>
 
 #include <map>
+#include <typeinfo>
 
 #include "encoding.h"
 
@@ -175,7 +177,10 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const Dict& state,
       archived_group.write("params/" + std::to_string(j), torch::IValue(key));
       const at::Tensor& param = group.params()[j];
       const auto stored = stored_states.find(number);
-      if (stored == stored_states.end()) {
+      // torch's SGD steps each state that it has by its momentum, which ours may lack.
+      const bool needs_momentum = typeid(optimizer) == typeid(torch::optim::SGD);
+      if (stored == stored_states.end() ||
+          (needs_momentum && !has(stored->value().toGenericDict(), "momentum_buffer"))) {
         without_state.push_back(param.unsafeGetTensorImpl());
         continue;
       }

@@ -46,7 +46,7 @@ struct StepScalar {
   }
 };
 
-// The arguments of a step besides its tensors and options. fused_adam_prepare_kernel reads and
+// The arguments of a step besides its tensors and options. fused_step_prepare_kernel reads and
 // writes their device memory, so the host does not wait for its values.
 struct StepSignals {
   const float* found_inf;   // the step is skipped unless this is 0; may be null

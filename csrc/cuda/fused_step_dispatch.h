@@ -2,6 +2,9 @@
 // fused_step.cuh for each group.
 #pragma once
 
+#include <iterator>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "../ops/fused_step_tensors.h"

@@ -16,7 +16,7 @@
 namespace ampfuse::math {
 
 // The columns of the moments. kMaxExpAvgSq is used with amsgrad only.
-enum AdamColumn { kExpAvg = kFirstMoment, kExpAvgSq, kMaxExpAvgSq, kAdamColumns };
+enum AdamColumn { kExpAvg = kFirstMoment, kExpAvgSq, kMaxExpAvgSq };
 
 struct AdamOptions {
   double beta1;

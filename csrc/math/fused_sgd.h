@@ -11,7 +11,7 @@
 
 namespace ampfuse::math {
 
-enum SgdColumn { kMomentumBuffer = kFirstMoment, kSgdColumns };
+enum SgdColumn { kMomentumBuffer = kFirstMoment };
 
 struct SgdOptions {
   double momentum;

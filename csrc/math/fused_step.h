@@ -32,6 +32,15 @@ inline constexpr int kMostColumns = kFirstMoment + kMostMoments;
 template <typename Rule>
 inline constexpr int kColumnsOf = kFirstMoment + Rule::kMoments;
 
+// True if kernels have room for the moments of a rule.
+template <typename Rule>
+inline constexpr bool kIsRule = [] {
+  for (const int count : Rule::kCounts) {
+    if (count > Rule::kMoments) return false;
+  }
+  return Rule::kMoments <= kMostMoments;
+}();
+
 // The options that every rule has, the same for all tensors of a call.
 struct StepOptions {
   bool maximize;

@@ -23,8 +23,9 @@ FusedSgdArguments fused_sgd_arguments(const NamedArguments& named) {
   const auto check = [](const char* name, double value, bool in_range, const char* range) {
     check_step_number(kSgdNames, name, value, in_range, range);
   };
-  check("momentum", options.momentum, options.momentum >= 0, "at least 0");
-  check("dampening", options.dampening, !std::isnan(options.dampening), "a number");
+  check("momentum", options.momentum, options.momentum >= 0 && std::isfinite(options.momentum),
+        "a finite number, at least 0");
+  check("dampening", options.dampening, std::isfinite(options.dampening), "a finite number");
   // No lower bound: a schedule may make the weight decay negative, like the learning rate.
   check("weight_decay", options.weight_decay, !std::isnan(options.weight_decay), "a number");
   const int moments = options.momentum > 0 ? 1 : 0;

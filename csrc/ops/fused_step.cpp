@@ -86,7 +86,7 @@ void check_lengths(const FusedStepArguments& arguments, int moments) {
     const char* name = arguments.column_name(column);
     if (name) check(name, arguments.columns[column], column - math::kFirstMoment < moments);
   }
-  check("state_steps", arguments.state_steps, moments > 0 || arguments.has_steps());
+  check("state_steps", arguments.state_steps, moments > 0);
   check("masters", arguments.columns[math::kMaster], arguments.has(math::kMaster));
 }
 
@@ -102,7 +102,7 @@ void check_scalars(const FusedStepArguments& arguments) {
   check("total_norm", arguments.total_norm, {at::kFloat, at::kDouble});
   check("grad_norm", arguments.grad_norm, {at::kFloat});
   // A learning rate on the CPU is accepted too: the host reads it without waiting.
-  if (arguments.lr.defined() && arguments.lr.is_cpu()) first.clear();
+  if (arguments.lr.is_cpu()) first.clear();
   check("lr", arguments.lr, {at::kFloat, at::kDouble});
 }
 

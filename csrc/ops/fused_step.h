@@ -25,7 +25,7 @@ struct StepNames {
 struct FusedStepArguments {
   const StepNames* names;
   std::array<TensorRefs, math::kMostColumns> columns;  // an optional column may be empty
-  TensorRefs state_steps;                              // may be empty without moments
+  TensorRefs state_steps;                              // empty without moments
   at::Tensor lr;
   math::StepOptions options;
   std::optional<at::Tensor> grad_scale;
@@ -46,6 +46,7 @@ struct FusedStepArguments {
 /// The arguments of one optimizer's operator.
 template <typename Rule>
 struct FusedRuleArguments : FusedStepArguments {
+  static_assert(math::kIsRule<Rule>);
   typename Rule::Options rule_options;
   int moments;  // the number of moments in use
 };

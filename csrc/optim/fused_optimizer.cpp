@@ -167,6 +167,7 @@ FusedOptimizer::FusedOptimizer(const OptimizerRule& rule,
       rule_(&rule) {
   optim::check_initial(rule.checked_settings(this->defaults(), /*group=*/0));
   optim::check_max_grad_norm(max_grad_norm);
+  if (param_groups.empty()) rule.check_new(this->defaults());
   for (const auto& group : param_groups) add_param_group(group);
 }
 

@@ -39,7 +39,7 @@ GroupLists read_group(const torch::optim::OptimizerParamGroup& group, const Grou
     for (size_t i = 0; i < settings.moments; ++i) {
       lists.moments[i].push_back(as_real(moments[i].tensor));
     }
-    if (settings.moments > 0 || has_master) lists.state_steps.push_back(state->step());
+    if (settings.moments > 0) lists.state_steps.push_back(state->step());
     if (has_master) lists.masters.push_back(state->master_param());
   }
   return read;

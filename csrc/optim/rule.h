@@ -29,7 +29,7 @@ struct StepLists {
   std::vector<at::Tensor> params = {};
   std::vector<at::Tensor> grads = {};
   std::vector<std::vector<at::Tensor>> moments = {};  // a list for each moment that a step needs
-  std::vector<at::Tensor> state_steps = {};           // empty without moments and masters
+  std::vector<at::Tensor> state_steps = {};           // empty without moments
   std::vector<at::Tensor> masters = {};
 };
 

@@ -100,7 +100,7 @@ TEST_CASE("SGD keeps only the state that its steps need") {
   SGD with_masters(narrow, SGDOptions(0.1));
   train(with_masters, narrow, 1, 2);
   const auto& state = sgd_state_of(with_masters, narrow[0]);
-  CHECK(state.step().item<float>() == 2);
+  CHECK(state.step().item<float>() == 0);  // no moment has a step
   CHECK(state.master_param().scalar_type() == torch::kFloat);
   CHECK_FALSE(state.momentum_buffer().defined());
 
@@ -165,6 +165,21 @@ TEST_CASE("momentum that is switched on later starts with a gradient") {
   const auto others = optimizer.master_params();
   const auto wide = copies(others);
   sgd_options_of(optimizer).momentum(0.9).dampening(0.5);
+  SGD reference(wide, SGDOptions(0.1).momentum(0.9).dampening(0.5));
+  train(optimizer, params, 3, 4);
+  train(reference, wide, 3, 4);
+
+  check_same_bits(optimizer.master_params(), wide);
+}
+
+TEST_CASE("steps without momentum do not start one whose first step was skipped") {
+  const auto params = parameters(torch::kCPU, torch::kHalf);
+  SGD optimizer(params, SGDOptions(0.1).momentum(0.9).dampening(0.5));
+  skip(optimizer, params);
+  sgd_options_of(optimizer).momentum(0);
+  train(optimizer, params, 1, 2);
+  const auto wide = copies(optimizer.master_params());
+  sgd_options_of(optimizer).momentum(0.9);
   SGD reference(wide, SGDOptions(0.1).momentum(0.9).dampening(0.5));
   train(optimizer, params, 3, 4);
   train(reference, wide, 3, 4);
@@ -346,7 +361,13 @@ TEST_CASE("SGD goes on from a checkpoint, also from one of torch's SGD", "[check
   train(loaded, loaded_params, 3, 4);
   check_same_bits(loaded_params, params);
   check_same_bits(loaded.master_params(), saved.master_params());
-  if (dtype != torch::kFloat) return;
+  if (dtype != torch::kFloat) {
+    // torch's SGD could not step a state that has a master, but no momentum.
+    TorchSGD theirs(loaded_params, TorchSGDOptions(0.5));
+    ampfuse::checkpoint::load(folder.path, {{"optimizer", theirs}});
+    CHECK(theirs.state().empty());
+    return;
+  }
 
   const auto theirs_params = copies(params);
   TorchSGD theirs(theirs_params, TorchSGDOptions(0.5));
@@ -375,6 +396,9 @@ TEST_CASE("options of SGD that are out of range are refused") {
   refuses(SGDOptions(1).nesterov(true).momentum(0.9).dampening(0.1), "zero dampening");
   refuses(SGDOptions(1).momentum_dtype(torch::kHalf),
           "momentum_dtype: expected float32 or bfloat16, got float16");
+  CHECK_THROWS_WITH(
+      SGD(std::vector<torch::optim::OptimizerParamGroup>(), SGDOptions(1).nesterov(true)),
+      ContainsSubstring("Nesterov momentum"));
   refuses(SGDOptions(1).max_grad_norm(-1), "max_grad_norm: expected None or at least 0, got -1");
 
   // A schedule may switch the momentum off, as in torch.

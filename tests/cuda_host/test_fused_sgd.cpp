@@ -34,7 +34,7 @@ SgdElement sgd_reference(SgdElement x, Bounded grad, const SgdStepOptions& optio
 
 // Checks a step of tensors with sizes on both sides of each unit of the kernel.
 void check_against_reference(const StepKind& kind, const SgdStepOptions& options) {
-  const FakeStepTensors before = step_boundary_tensors(kind);  // the first has taken no step
+  const FakeStepTensors before = step_boundary_tensors(kind);  // some have taken no step
   FakeStepTensors after = step_boundary_tensors(kind);
   const float grad_scale = 3;
   StepSignals signals = signals_with_lr(0.01);

@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <type_traits>
+#include <utility>
 
 #include "../../math/split_float.h"
 #include "convert.h"

@@ -30,7 +30,7 @@ AMPFUSE_API std::ostream& operator<<(std::ostream& stream, MasterWeights kind);
 /// State of a parameter from its first step on. Tensors that it does not need are undefined; the
 /// others are on the parameter's device. All except `step` have the parameter's shape.
 struct AMPFUSE_API FusedParamState : torch::optim::OptimizerParamState {
-  /// The number of steps taken, without skipped ones: float, 0-dim.
+  /// The number of steps that the moments contain, without skipped ones: float, 0-dim.
   TORCH_ARG(at::Tensor, step);
   /// The master of a 16-bit parameter: float, or short for a remainder.
   TORCH_ARG(at::Tensor, master_param);

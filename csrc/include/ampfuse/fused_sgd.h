@@ -19,7 +19,7 @@ struct FusedSgdTensors {
   /// Float or bfloat16 (double for double parameters); written. Empty without momentum.
   at::TensorList momentum_buffers;
   /// Float, one element: number of steps taken so far; written. At 0 the step starts the momentum:
-  /// the buffer is not read and takes the gradient. May be empty without momentum.
+  /// the buffer is not read and takes the gradient. Empty without momentum.
   at::TensorList state_steps;
   /// Empty, or the masters of 16-bit parameters; written. Masters are float, and each parameter is
   /// its master rounded; or they are remainders of bfloat16 parameters, of dtype short: the 16 bits

@@ -77,6 +77,9 @@ struct AMPFUSE_API SGDParamState : FusedParamState {
 
 /// torch's SGD. The base class describes the step.
 ///
+/// torch::optim::SGD cannot step a parameter whose archived state has no momentum: a 16-bit one
+/// with a master, saved before its momentum started. checkpoint::load() leaves such a state out.
+///
 ///     ampfuse::SGD optimizer(model->parameters(),
 ///                            ampfuse::SGDOptions(0.1).momentum(0.9).nesterov(true));
 class AMPFUSE_API SGD : public FusedOptimizer {

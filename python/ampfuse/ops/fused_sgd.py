@@ -46,7 +46,7 @@ def fused_sgd(
         momentum_buffers: Float32 or bfloat16, float64 for float64 parameters; written. Empty
             without momentum.
         state_steps: Float32 scalars, the numbers of steps, which are incremented. At 0 the step
-            starts the momentum: the buffer is not read and takes the gradient. May be empty without
+            starts the momentum: the buffer is not read and takes the gradient. Empty without
             momentum.
         masters: Float32 masters, or int16 bits that a bfloat16 lacks; written. May be empty.
         lr: Learning rate, a tensor with one element.

@@ -87,8 +87,6 @@ class GroupColumns:
         self._op_options = op_options(rule, group, own_options)
         self._moments = self._state_options.moments
         self._absent: list[list[Tensor]] = [[] for _ in rule.moments[len(self._moments) :]]
-        count_steps = self._state_options.count_steps
-        self._counts = count_steps(has_master=False), count_steps(has_master=True)
         grads, self._kinds = self._grads_and_kinds()
         for index, param in enumerate(self._params):
             if grads[index] is None:
@@ -98,12 +96,7 @@ class GroupColumns:
             kind = (param.device, "master_param" in of_param)
             self._members.setdefault(kind, []).append(index)
             self._states.setdefault(kind, []).append(of_param)
-        self._counted = [
-            one
-            for (_, has_masters), states in self._states.items()
-            if self._counts[has_masters]
-            for one in states
-        ]
+        self._counts_steps = self._state_options.counts_steps
         self._steps = self._read_steps()
 
     def read(self, group: dict[str, Any]) -> list[Columns] | None:
@@ -130,7 +123,9 @@ class GroupColumns:
         return self._rule.state_options(group, self._own_options) == self._state_options
 
     def _read_steps(self) -> list[Any]:
-        return [state["step"] for state in self._counted]
+        if not self._counts_steps:
+            return []
+        return [state["step"] for state in chain.from_iterable(self._states.values())]
 
     def _grads_and_kinds(self) -> tuple[list[Any], Any]:
         """Return all gradients, and a key: all dtypes and which parameters have a gradient.
@@ -160,7 +155,7 @@ class GroupColumns:
             options=self._op_options,
             moments=[[state[name] for state in states] for name in self._moments] + self._absent,
         )
-        if self._counts[has_masters]:
+        if self._counts_steps:
             columns.state_steps = [state["step"] for state in states]
         if has_masters:
             columns.masters = [state["master_param"] for state in states]

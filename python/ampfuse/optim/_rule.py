@@ -17,10 +17,10 @@ class StateOptions(NamedTuple):
     moments: tuple[str, ...]
     first_step_sets_moments: bool
 
-    def count_steps(self, has_master: bool) -> bool:
-        """Return True if a parameter with or without a master has a step counter."""
-        has_float_master = has_master and self.master_weights != "remainder"
-        return not self.first_step_sets_moments or bool(self.moments) or has_float_master
+    @property
+    def counts_steps(self) -> bool:
+        """Return True if a parameter has a step counter."""
+        return bool(self.moments) or not self.first_step_sets_moments
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Rule:
     warn: Callable[[Group, dict[str, Any]], None] = lambda group, own: None
     """Warns of a new group's options that seldom make sense."""
     first_step_sets_moments: bool = False
-    """True if a step whose counter is 0 sets the moments, whatever they hold. Then there is a
-    counter only beside moments and float32 masters, and new moments set it to 0."""
+    """True if a step whose counter is 0 sets the moments, whatever they hold. Then steps are
+    counted only while there are moments, and new moments set the counter to 0."""
 
     @property
     def ours(self) -> dict[str, Any]:

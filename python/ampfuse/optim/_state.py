@@ -32,7 +32,7 @@ def ensure(state: dict[str, Any], param: Tensor, options: StateOptions, spares: 
     """Create missing entries of a parameter's state, and convert entries of another dtype."""
     of_master = master_dtype(param, options)
     missing = [name for name in options.moments if state.get(name) is None]
-    if options.count_steps(of_master is not None):
+    if options.counts_steps:
         restarts = bool(missing) and options.first_step_sets_moments
         if "step" not in state or restarts:
             refuse_in_capture()

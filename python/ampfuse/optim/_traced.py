@@ -115,7 +115,7 @@ def _group_columns(optimizer: Any, group: dict[str, Any], params: list[Tensor]) 
         columns.grads.append(param.grad)
         for name, moment in zip(of_state.moments, columns.moments, strict=False):
             moment.append(state[name])
-        if of_state.count_steps(has_master):
+        if of_state.counts_steps:
             columns.state_steps.append(state["step"])
         if has_master:
             columns.masters.append(state["master_param"])

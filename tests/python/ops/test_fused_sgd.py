@@ -102,15 +102,6 @@ def test_skipped_steps_change_nothing_and_the_next_one_starts_the_momentum(devic
     assert_same(lists, others)
 
 
-def test_step_without_momentum_needs_no_counters(device):
-    counted, uncounted = (sgd_lists([33], device, HALF_WITH_MASTERS, momentum=0) for _ in range(2))
-    uncounted.state_steps = []
-    for lists in (counted, uncounted):
-        step(lists, **SETTINGS[2])
-
-    assert same_bits(counted.masters[0], uncounted.masters[0])
-
-
 def test_gradients_are_clipped_and_written_back(device):
     lists, others = (sgd_lists([33, 257], device) for _ in range(2))
     norm = multi_tensor_norm(lists.grads).total_norm
@@ -181,7 +172,7 @@ def test_list_of_wrong_length_is_refused(device, name):
         step(lists, **MOMENTUM)
 
 
-def test_momentum_needs_buffers_and_buffers_need_momentum(device):
+def test_momentum_needs_buffers_and_counters_and_these_need_momentum(device):
     lists = sgd_lists([3], device)
     with pytest.raises(ValueError, match=r"fused_sgd: momentum_buffers: expected 0 tensors, got 1"):
         step(lists, **SETTINGS[0])
@@ -192,6 +183,9 @@ def test_momentum_needs_buffers_and_buffers_need_momentum(device):
     lists.momentum_buffers = [torch.zeros(3, device=device)]
     with pytest.raises(ValueError, match=r"state_steps: expected 1 tensors, one for each"):
         step(lists, **MOMENTUM)
+    lists.momentum_buffers, lists.state_steps = [], [torch.zeros((), device=device)]
+    with pytest.raises(ValueError, match=r"fused_sgd: state_steps: expected 0 tensors, got 1"):
+        step(lists, **SETTINGS[0])
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -210,6 +204,7 @@ def test_wrong_dtype_or_shape_is_refused_and_nothing_is_written(device, name):
     ("name", "value"),
     [
         ("momentum", -0.1),
+        ("momentum", float("inf")),
         *((name, float("nan")) for name in ("momentum", "dampening", "weight_decay")),
     ],
 )

@@ -133,7 +133,7 @@ def test_run_that_begins_with_overflows_has_the_state_of_one_without(device, mom
 STATES = {
     "float32": (torch.float32, {}, set()),
     "float32, momentum": (torch.float32, {"momentum": 0.9}, {"step", "momentum_buffer"}),
-    "masters": (torch.bfloat16, {}, {"step", "master_param"}),
+    "masters": (torch.bfloat16, {}, {"master_param"}),
     "remainders": (torch.bfloat16, {"master_weights": "remainder"}, {"master_param"}),
     "no masters": (torch.float16, {"master_weights": False}, set()),
     "everything": (
@@ -163,8 +163,22 @@ def test_momentum_in_bfloat16_is_the_rounded_buffer(device):
         assert_same_bits([state["momentum_buffer"]], [expected["momentum_buffer"].bfloat16()])
 
 
+def test_steps_without_momentum_do_not_start_a_momentum_whose_first_step_was_skipped(device):
+    params = parameters(device, torch.bfloat16)
+    optimizer = ampfuse.SGD(params, 0.1, momentum=0.9, dampening=0.5)
+    optimizer.found_inf = torch.ones((), device=device)
+    train(optimizer, params, [0])
+    optimizer.found_inf = None
+    for momentum, step in ((0, 1), (0, 2), (0.9, 3)):
+        optimizer.param_groups[0]["momentum"] = momentum
+        train(optimizer, params, [step])
+    for param in params:
+        buffer = optimizer.state[param]["momentum_buffer"]
+        torch.testing.assert_close(buffer, param.grad.float(), rtol=0, atol=0)
+
+
 def test_momentum_that_is_turned_on_later_starts_with_the_next_gradient(device):
-    params = parameters(device, torch.bfloat16)  # with masters, whose steps are counted
+    params = parameters(device, torch.bfloat16)
     optimizer = trained(ampfuse.SGD, params, range(3), dampening=0.5)
     optimizer.param_groups[0]["momentum"] = 0.9
     train(optimizer, params, [3])

@@ -65,7 +65,7 @@ def sgd_lists(shapes, device, dtypes=FLOAT32, *, momentum=0.9, steps=0, maximize
         lists.grads.append((grad.abs() * (-sign if maximize else sign)).to(dtypes.grad))
         if momentum:
             lists.momentum_buffers.append((buffer.abs() * sign).to(dtypes.moment))
-        lists.state_steps.append(torch.tensor(float(steps), device=device))
+            lists.state_steps.append(torch.tensor(float(steps), device=device))
         if dtypes.master == torch.int16:
             param, remainder = split(value)
             lists.params.append(param)
