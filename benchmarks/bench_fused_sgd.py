@@ -23,11 +23,8 @@ import torch
 from harness import Case, Provider, Settings, main
 from optimizer_steps import Operation, Steps, step_case
 
-OPTIONS: dict[str, Any] = {
-    "lr": 0.1,
-    "momentum": 0.9,
-    "weight_decay": 1e-4,
-}  # as ResNets are trained
+# The options with which ResNets are trained.
+OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 UPDATE = 20  # bytes per parameter of torch's fused update
 
 OPERATIONS = [

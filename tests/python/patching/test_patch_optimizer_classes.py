@@ -187,10 +187,11 @@ def test_patched_scaler_refuses_ampfuses_own_options():
         torch.amp.GradScaler("cpu", min_scale=1.0)
 
 
-def test_patched_optimizer_inside_zero_refuses_limits(monkeypatch):
+@EACH
+def test_patched_optimizer_inside_zero_refuses_limits(monkeypatch, name):
     monkeypatch.setattr("ampfuse.optim.fused.is_called_from", lambda _: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    optimizer = torch.optim.AdamW([{"params": [parameter()], "max_grad_norm": 1.0}])
+    optimizer = getattr(torch.optim, name)([{"params": [parameter()], "max_grad_norm": 1.0}])
     with pytest.raises(ValueError, match="in a ZeroRedundancyOptimizer each rank"):
         step(optimizer)
 

@@ -4,6 +4,7 @@ Programs that need a framework are tested in tests/frameworks, others in the fil
 names.
 """
 
+import copy
 import json
 import re
 
@@ -20,7 +21,7 @@ IN_ORDER = [
     *("patching", "troubleshooting", "memory", "accumulation"),
 ]
 APART = [
-    *("compile", "distributed"),  # below
+    *("compile", "distributed", "migration"),  # below
     *("lightning", "accelerate", "transformers"),
     "checkpoints",  # test_checkpoint_page.py
     "fp16",  # test_distributed_examples.py
@@ -56,6 +57,23 @@ def test_loop_of_the_front_page_runs_before_and_after_the_change(removed):
     names = {"torch": torch, "nn": nn, "model": nn.Linear(4, 3), "loader": [batch] * 20}
     exec("\n".join(lines).replace("cuda", "cpu").replace("3e-4", "3e-2"), names)
     assert names["loss"] < 0.9 * nn.functional.cross_entropy(nn.Linear(4, 3)(batch[0]), batch[1])
+
+
+def test_programs_of_the_page_about_migration_train_alike():
+    torch.manual_seed(0)
+    classes = torch.arange(8) % 4
+    images = torch.randn(4, 3, 8, 8)[classes] + 0.1 * torch.randn(8, 3, 8, 8)
+    first = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+    trained = []
+    for program in code_blocks("python", "docs/migration.md"):
+        net = copy.deepcopy(first)
+        exec(program.replace("cuda", "cpu"), {"net": net, "loader": [(images, classes)] * 10})
+        trained.append(torch.cat([param.detach().flatten() for param in net.parameters()]))
+        loss = nn.functional.cross_entropy
+        assert loss(net(images), classes) < 0.5 * loss(first(images), classes)
+    torchs, ours, torchs_amp, ours_amp = trained
+    torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours_amp, torchs_amp, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.slow
