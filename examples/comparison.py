@@ -59,32 +59,45 @@ class Recipe:
         self.scaler.update()
 
 
-def recipe(name: str, model: nn.Module, device: str, precision: str, lr: float) -> Recipe:
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer that torch and ampfuse have, by its name, and its options."""
+
+    name: str
+    options: dict[str, Any]
+
+
+def recipe(name: str, model: nn.Module, given: Any, optimizer: Optimizer) -> Recipe:
     """Return what trains a model in one of the ways: float32, torch.amp, or ampfuse.
 
     For `NARROW`, this converts the model to bfloat16. Its masters are not a second copy in float32:
     the optimizer keeps the 16 bits that the parameters lack.
     """
-    dtype = torch.bfloat16 if name == NARROW else getattr(torch, precision)
+    device = given.device
+    dtype = torch.bfloat16 if name == NARROW else getattr(torch, given.precision)
     autocast = torch.autocast(device, dtype, enabled=name != FLOAT32)
     is_scaled = name != FLOAT32 and dtype == torch.float16
     if name in (FLOAT32, TORCH_AMP):
         plain_scaler = GradScaler(device, enabled=is_scaled)
-        plain_optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        of_torch = getattr(torch.optim, optimizer.name)
+        plain_optimizer = of_torch(model.parameters(), **optimizer.options)
         return Recipe(autocast, nn.CrossEntropyLoss(), plain_scaler, plain_optimizer)
     if name == NARROW:
         model.to(torch.bfloat16)
     scaler = ampfuse.GradScaler(device, enabled=is_scaled)
     masters = "remainder" if name == NARROW else "auto"
-    optimizer = ampfuse.AdamW(model.parameters(), lr=lr, master_weights=masters)
-    return Recipe(autocast, ampfuse.CrossEntropyLoss(scaler=scaler), scaler, optimizer)
+    ours = getattr(ampfuse, optimizer.name)
+    fused = ours(model.parameters(), **optimizer.options, master_weights=masters)
+    return Recipe(autocast, ampfuse.CrossEntropyLoss(scaler=scaler), scaler, fused)
 
 
-def warm_up(given: Any, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+def warm_up(
+    given: Any, model: nn.Module, batch: tuple[Tensor, Tensor], optimizer: Optimizer
+) -> None:
     """Make a step of another model, so that libraries load what they need before memory counts."""
     inputs, targets = batch
     model.to(given.device)
-    made = recipe(given.only, model, given.device, given.precision, given.lr)
+    made = recipe(given.only, model, given, optimizer)
     made.step(model, inputs.to(given.device), targets.to(given.device))
 
 

@@ -1,5 +1,7 @@
 """Trains the CIFAR-10 network of PyTorch's tutorials in float32, with torch.amp and with ampfuse.
 
+The optimizer is SGD with momentum, as there.
+
     python examples/image_classifier.py [--data FOLDER] [--width 8] [--epochs 10] [--batch 512]
 
 Each run trains with three seeds, to compare accuracies, too. `--data` is a folder with CIFAR-10, as
@@ -17,6 +19,7 @@ from comparison import (
     AMPFUSE,
     FLOAT32,
     TORCH_AMP,
+    Optimizer,
     bars,
     headline,
     of_this_program,
@@ -35,6 +38,7 @@ from torch import Tensor, nn
 
 RUNS = (FLOAT32, TORCH_AMP, AMPFUSE)
 NOISE, SHIFT = 3.5, 6  # of made images
+MOMENTUM = 0.9  # of SGD, as in the tutorials
 
 
 class Network(nn.Sequential):
@@ -75,13 +79,14 @@ def train(given: Any) -> Classified:
         test_set = made_images(1000, 2, noise=NOISE, shift=SHIFT)
     images, classes = (tensor.to(given.device) for tensor in train_set)
     test_images, test_classes = (tensor.to(given.device) for tensor in test_set)
-    warm_up(given, Network(1), made_images(2, 0, noise=0, shift=0))
+    sgd = Optimizer("SGD", {"lr": given.lr, "momentum": MOMENTUM})
+    warm_up(given, Network(1), made_images(2, 0, noise=0, shift=0), sgd)
     meter = Meter(given.device)
     of_seeds = []
     for seed in range(given.seeds):
         torch.manual_seed(seed)
         model = Network(given.width).to(given.device)
-        made = recipe(given.only, model, given.device, given.precision, given.lr)
+        made = recipe(given.only, model, given, sgd)
         meter.start()
         for _ in range(given.epochs):
             # torch.randperm on the CPU gives all devices and precisions the same batches.
@@ -122,7 +127,7 @@ def main() -> int:
     options.add_argument("--epochs", type=int, default=4)
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--batch", type=int, default=64)
-    options.add_argument("--lr", type=float, default=2e-3)
+    options.add_argument("--lr", type=float, default=0.01)
     given = parsed(options)
     if given.only:
         report(train(given), given.report)

