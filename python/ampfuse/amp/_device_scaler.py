@@ -350,7 +350,7 @@ class DeviceScaler(ReportingScaler):
         """Step unless a flag is set, like torch's method of this name.
 
         This is the only place in a step where the host waits, once for all devices. It does not
-        wait for an `Adam` that skips on the device, if no code can notice the difference.
+        wait for an optimizer of ampfuse's that skips on the device, if no code can notice it.
         """
         flags = list(optimizer_state["found_inf_per_device"].values())
         if "outlier" in optimizer_state:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.nn import Parameter
 
 from ampfuse._graphs import eager_only, is_capturing
 from ampfuse._host_copy import HostCopy, number_in
@@ -148,7 +149,9 @@ class Watch:
     def _look_for_steps_without_scaler(self, loss: Any) -> None:
         """Warn if all parameters of a loss are written by something else than the scaler."""
         if FIRST_LOSS <= self._losses < FIRST_LOSS + LOSSES_KEPT and isinstance(loss, Tensor):
-            self._params.append([(param, param._version) for param in leaves_of(loss)])
+            # Other leaves are inputs, which adversarial training writes by the signs of gradients.
+            params = (leaf for leaf in leaves_of(loss) if isinstance(leaf, Parameter))
+            self._params.append([(param, param._version) for param in params])
         elif self._losses == LAST_LOSS:
             losses, self._params = [one for one in self._params if one], []
             if self.is_scale_known:

@@ -1,4 +1,4 @@
-"""How Adam clips the gradients of each group, and the tensor that receives their norm."""
+"""How a step clips the gradients of each group, and the tensor that receives their norm."""
 
 import math
 from collections.abc import Sequence

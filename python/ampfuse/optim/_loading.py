@@ -246,6 +246,8 @@ def adopt_entries(rule: Rule, saved: dict[str, Any], is_torchs: bool) -> dict[st
     for name in rule.moments:
         if entries.get(name) is None:  # torch's state without momentum
             entries.pop(name, None)
+        elif isinstance(entries[name], Tensor) and entries[name].is_sparse:
+            entries[name] = entries[name].to_dense()  # torch's function steps sparse ones, too
     if is_torchs or is_empty_dict(entries.get("step")):
         entries.pop("step", None)
     if "step" not in entries and any(name in entries for name in rule.moments):

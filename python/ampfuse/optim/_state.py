@@ -36,7 +36,9 @@ def ensure(state: dict[str, Any], param: Tensor, options: StateOptions, spares: 
         restarts = bool(missing) and options.first_step_sets_moments
         if "step" not in state or restarts:
             refuse_in_capture()
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            # The program may have put moments into the state: they count as set.
+            count = float(options.first_step_sets_moments and not missing)
+            state["step"] = torch.full((), count, dtype=torch.float32, device=param.device)
         else:  # other code may have put it on the host, as torch does
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
     dtype = moment_dtype(param, options)

@@ -25,7 +25,7 @@ class WrittenParams:
 
     A write between two eager steps of the same parameters changes a version counter or an address,
     unless it is made through `.data`. After such a change, every element is compared with its
-    master. The step itself compares too (`adopt_params` of `ops.fused_adam`): all elements on a
+    master. The step itself compares too (`adopt_params` of the operators): all elements on a
     CPU, some on a GPU. So a write goes unnoticed only on a GPU, and only if it changes neither
     counters nor addresses nor any element that the step compares.
     """
@@ -98,6 +98,8 @@ def have_changed(before: Writes | None, now: Writes | None) -> bool:
     """
     if before is None or now is None or before == now:
         return False
+    if len(before) != len(now):  # other parameters have gradients now, so versions say nothing
+        return True
     return [steps for *_, steps in before] == [steps for *_, steps in now]
 
 

@@ -109,6 +109,7 @@ class FusedOptimizer(Optimizer):
                 group[dtype] = options.dtype_name(group[dtype])
             options.plain(self._rule, group)
         try:
+            options.refuse_other_dtype(self._rule, group)
             options.check_initial(self._rule, group)
             options.check_params(group, len(self.param_groups) - 1, self._own_options)
             if self.process_group is not None:

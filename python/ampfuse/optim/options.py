@@ -54,6 +54,13 @@ def plain(rule: Rule, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def refuse_other_dtype(rule: Rule, group: dict[str, Any]) -> None:
+    """Raise for the name that the dtype of moments has in another optimizer."""
+    for name in {"momentum_dtype", "state_dtype"} - {rule.moment_dtype}:
+        if name in group:
+            raise TypeError(f"{rule.name}: {name}: expected {rule.moment_dtype}, its name here")
+
+
 def check_initial(rule: Rule, options: dict[str, Any]) -> None:
     """Raise for invalid initial options, with torch's message if torch raises too."""
     check_options(rule, options)

@@ -30,7 +30,7 @@ def is_wrapped_by_accelerate(optimizer: Any) -> bool:
 
 
 def steps_alone(optimizer: Any) -> bool:
-    """Return True if no other code runs between a call of `step` and Adam's own code."""
+    """Return True if no other code runs between a call of `step` and ampfuse's own code."""
     return (
         ("step" not in vars(optimizer) or has_scheduler(optimizer))
         and inspect.unwrap(type(optimizer).step) is type(optimizer)._own_step
@@ -40,7 +40,7 @@ def steps_alone(optimizer: Any) -> bool:
 
 
 def skips_unseen(optimizer: Any) -> bool:
-    """Return True if only Adam's own code can notice that a step is skipped on the device."""
+    """Return True if only ampfuse's own code can notice that a step is skipped on the device."""
     return (
         steps_alone(optimizer)
         and not optimizer._optimizer_step_post_hooks

@@ -301,3 +301,19 @@ def test_write_is_noticed_by_a_step_that_is_checked_before(device):
             optimizer.step()
     assert params[0][5] == 7
     assert optimizer.state[params[0]]["master_param"][5] == 7
+
+
+def test_write_after_a_step_without_gradients_is_adopted(device):
+    """A GPU's step would not compare the one element that is written here."""
+    params = [torch.nn.Parameter(torch.zeros(300, dtype=torch.bfloat16, device=device))]
+    optimizer = ampfuse.SGD(params, 0.0)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    with torch.no_grad():
+        params[0][77] = 5.0
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.warns(UserWarning, match="written by code other than the optimizer"):
+        optimizer.step()
+    assert params[0][77] == 5.0

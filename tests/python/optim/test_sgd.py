@@ -297,3 +297,22 @@ def test_sgd_is_an_instance_of_torchs_class_and_not_of_adam():
     optimizer = ampfuse.SGD([torch.zeros(2)])
     assert isinstance(optimizer, torch.optim.SGD)
     assert not isinstance(optimizer, torch.optim.Adam)
+
+
+def test_momentum_that_the_program_puts_into_the_state_counts_as_set(device):
+    ours, theirs = parameters(device), parameters(device)
+    optimizer, reference = (
+        ampfuse.SGD(ours, 0.1, momentum=0.9),
+        torch.optim.SGD(theirs, 0.1, momentum=0.9),
+    )
+    for one, params in ((optimizer, ours), (reference, theirs)):
+        for param in params:
+            one.state[param]["momentum_buffer"] = torch.full_like(param, 10.0)
+        train(one, params, [0])
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_dtype_of_moments_by_the_name_of_another_optimizer_is_refused(device):
+    group = {"params": parameters(device), "state_dtype": torch.bfloat16}
+    with pytest.raises(TypeError, match="SGD: state_dtype: expected momentum_dtype"):
+        ampfuse.SGD([group], 0.1, momentum=0.9)
