@@ -397,6 +397,20 @@ def test_parameter_of_sgd_with_a_sparse_gradient_is_stepped_by_torch(options, ca
         torch.testing.assert_close(p, other)
 
 
+def test_momentum_of_sparse_gradients_is_loaded_as_torch_loads_it():
+    def resumed():
+        model, optimizer = sparse_program(momentum=0.9)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad()
+        model(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        return [param.detach() for param in model.parameters()]
+
+    ours = resumed()
+    ampfuse.unpatch()
+    torch.testing.assert_close(ours, resumed())
+
+
 @pytest.mark.parametrize("options", [{"fused": True}, {"weight_decay": 0.1}], ids=str)
 def test_sparse_gradient_that_torchs_sgd_refuses_is_refused(options):
     with pytest.raises(RuntimeError, match="SGD with fused=True, with weight decay or in torch"):
