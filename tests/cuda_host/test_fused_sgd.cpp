@@ -80,6 +80,30 @@ TEST_CASE("a step of SGD matches the reference within roundings", "[asan]") {
   }
 }
 
+// The CPU's kernel has the bits of torch's loop, which tests in Python compare.
+TEST_CASE("a step of SGD rounds where torch's loop rounds", "[asan]") {
+  const float momentum = 0.9f, rest = 0.75f, decay = 0.1f, lr = 0.01f;
+  SgdStepOptions options = sgd_options(momentum);
+  options.weight_decay = decay;
+  options.nesterov = GENERATE(false, true);
+  const FakeStepTensors before = step_boundary_tensors(kSgdFloats);
+  FakeStepTensors after = step_boundary_tensors(kSgdFloats);
+  step_on_host(after, options, signals_with_lr(lr));
+  for (size_t t = 0; t < before.size(); ++t) {
+    int misses = 0;
+    for (int64_t i = 0; i < before[t].size; ++i) {
+      const float param = before[t][kParam].at<float>()[i];
+      float grad = std::fma(decay, param, before[t][kGrad].at<float>()[i]);
+      const float old = momentum * before[t][kMomentumBuffer].at<float>()[i];
+      const float buffer = before[t].steps_taken == 0 ? grad : std::fma(rest, grad, old);
+      grad = options.nesterov ? std::fma(momentum, buffer, grad) : buffer;
+      misses += after[t][kMomentumBuffer].at<float>()[i] != buffer;
+      misses += after[t][kParam].at<float>()[i] != std::fma(-lr, grad, param);
+    }
+    CHECK(misses == 0);
+  }
+}
+
 TEST_CASE("a step of SGD is right in every schedule") {
   for (const StepKind& kind : {kSgdHalfWithMaster, kSgdFloatsAlone}) {
     simt::for_each_schedule(

@@ -15,7 +15,7 @@ FAULTS = [
         "The momentum of SGD does not start with the first gradient but with a part of it.",
         "csrc/math/fused_sgd.h",
         "return {static_cast<acc_t>(lr), count == 1};",
-        "return {static_cast<acc_t>(lr), false};",
+        "return {static_cast<acc_t>(lr), count == -1};",
         "tests/python/ops tests/python/optim test_cpp test_fused_step",
     ),
     Fault(
