@@ -15,25 +15,25 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ampfuse._graphs import is_capturing
-from ampfuse.gradients.devices import move_to
-from ampfuse.gradients.norms import rounded
 from ampfuse.gradients.shards import refuse_common_ranks
 from ampfuse.gradients.signals import Signals
-from ampfuse.optim import _loading, options
-from ampfuse.optim._clips import Clip, group_clips
-from ampfuse.optim._columns import Columns
+from ampfuse.optim import _inner_states, _loading, options
+from ampfuse.optim._callers import DCP, is_called_from
+from ampfuse.optim._clips import group_clips
 from ampfuse.optim._inner import (
     PARAMS,
+    adopt_writes,
     check_inner,
+    check_sizes,
     must_skip,
+    place_master,
     read_inner_columns,
-    renew_master,
+    refuse_options_of_others,
     round_masters,
+    unscaled_clips,
     unscaled_gradients,
     with_masters,
 )
-from ampfuse.optim._state import include_writes
-from ampfuse.optim._written import WrittenParams
 
 
 class Mastered(Optimizer):
@@ -41,8 +41,10 @@ class Mastered(Optimizer):
 
     The optimizer that `make` returns steps the masters of 16-bit parameters, and other parameters
     themselves. It gets float32 gradients, unscaled and clipped. The parameters are then the masters
-    rounded to the nearest. Each `.grad` stays as it was. `param_groups` have the options of the
-    inner optimizer's groups: schedulers and programs change them here.
+    rounded to the nearest. What other code has written to a parameter before a step, its master
+    adopts. Each `.grad` stays as it was. `param_groups` have the options of the inner optimizer's
+    groups: schedulers and programs change them here. Parameters that require no gradient when the
+    optimizer is made have no masters, and 16-bit ones must not get gradients later.
 
     With a scaler, the host waits once per step to know whether it is skipped: the inner optimizer
     is not called then. Without a scaler the host does not wait. torch.compile breaks its graph at
@@ -59,8 +61,8 @@ class Mastered(Optimizer):
     Raises:
         TypeError: `make` does not return an optimizer of the parameters that it got, or its step
             needs a closure, as that of LBFGS does.
-        ValueError: `max_grad_norm` is below 0, or the process group has ranks with other shards of
-            the same parameters.
+        ValueError: `max_grad_norm` is below 0 or an option of a group, or the process group has
+            ranks with other shards of the same parameters.
 
     Examples:
         >>> import torch, ampfuse
@@ -88,13 +90,17 @@ class Mastered(Optimizer):
         self.process_group = process_group
         self.inner = None
         self._grad_norm: Tensor | None = None
-        self._written = WrittenParams()
-        self._must_renew = True  # masters, at the next step: the model may be loaded or moved
+        self._has_stepped = False
+        # Until the masters are used, the model may be loaded. Later the inner optimizer may have
+        # written them, so that only a step may take a difference for a write to the model.
+        self._model_leads = True
         self._agreed: list[dict[str, Any]] = []  # options of each group, when they were the same
         Optimizer.__init__(self, params, {})
         groups = [with_masters(group) for group in self.param_groups]
         self.inner = make([dict(group) for group in groups])
         check_inner(self.inner, groups)
+        for group in self.param_groups:
+            refuse_options_of_others(group, self.inner.defaults)
         self.defaults = self.inner.defaults
         self._agreed = [{**group} for group in self.param_groups]
         self._exchange_options()
@@ -107,7 +113,8 @@ class Mastered(Optimizer):
 
         Raises:
             TypeError: A parameter is no tensor.
-            ValueError: A parameter is in another group, or the inner optimizer refuses the group.
+            ValueError: A parameter is in another group, or the group has `max_grad_norm` or
+                `master_weights`, or the inner optimizer refuses the group.
         """
         Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
@@ -115,6 +122,7 @@ class Mastered(Optimizer):
             if self.process_group is not None:
                 refuse_common_ranks(group["params"], self.process_group)
             if self.inner is not None:
+                refuse_options_of_others(group, self.inner.defaults)
                 self.inner.add_param_group(with_masters(group))
         except Exception:
             del self.param_groups[-1]
@@ -125,9 +133,8 @@ class Mastered(Optimizer):
 
     def _exchange_options(self) -> None:
         """Give the inner groups what was changed in the outer ones, and these all the rest."""
-        for group, inner, agreed in zip(
-            self.param_groups, self.inner.param_groups, self._agreed, strict=True
-        ):
+        pairs = self._paired_groups()
+        for (group, inner), agreed in zip(pairs, self._agreed, strict=True):
             for name, value in group.items():
                 if name not in PARAMS and agreed.get(name) is not value:
                     inner[name] = value
@@ -136,8 +143,16 @@ class Mastered(Optimizer):
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter, and what the inner optimizer has in its place."""
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+        for group, inner in self._paired_groups():
             yield from zip(group["params"], inner["params"], strict=True)
+
+    def _paired_groups(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        check_sizes(self.param_groups, self.inner.param_groups)
+        return list(zip(self.param_groups, self.inner.param_groups, strict=True))
+
+    def _with_masters(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each parameter that has a master, and the master."""
+        return [(param, own) for param, own in self._pairs() if own is not param]
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -156,8 +171,11 @@ class Mastered(Optimizer):
             The result of `closure`, or None.
 
         Raises:
-            TypeError: The model was cast to another dtype since the optimizer was made.
-            RuntimeError: A CUDA graph is being captured.
+            TypeError: The model was cast to another dtype since the optimizer was made, or a 16-bit
+                parameter that was frozen then has a gradient.
+            ValueError: `max_grad_norm` is below 0 or an option of a group, or parameters were added
+                in another way than by `add_param_group`.
+            RuntimeError: A gradient is sparse, or a CUDA graph is being captured.
         """
         loss = None
         if closure is not None:
@@ -165,15 +183,16 @@ class Mastered(Optimizer):
                 loss = closure()
         if is_capturing():
             raise RuntimeError("Mastered: expected no CUDA graph, which cannot capture this step")
-        if self._must_renew:
-            self.sync_masters_from_model()
-        pairs = zip(self.param_groups, self.inner.param_groups, strict=True)
-        columns = [read_inner_columns(group, inner) for group, inner in pairs]
-        self._written.adopt(columns)
+        options.check_limit(self.max_grad_norm)
+        for group in self.param_groups:
+            refuse_options_of_others(group, self.inner.defaults)
+        columns = [read_inner_columns(group, inner) for group, inner in self._paired_groups()]
+        self._adopt_writes()
         signals = Signals().add_attributes(self)
         limits: list[float | None] = [None] * len(columns)
         clips, found_inf = group_clips(self, self.param_groups, columns, limits, signals)
-        clips = self._unscale_norm(columns, clips, signals.grad_scale)
+        if self.max_grad_norm is not None:
+            clips, self._grad_norm = unscaled_clips(columns, clips, signals.grad_scale)
         inverse = None
         if signals.grad_scale is not None:
             inverse = signals.grad_scale.double().reciprocal().float()
@@ -183,20 +202,8 @@ class Mastered(Optimizer):
                 self.inner.step()
                 self._exchange_options()
             round_masters(columns)
-        self._written.note_step(columns)
+            self._has_stepped, self._model_leads = True, False
         return loss
-
-    def _unscale_norm(
-        self, columns: list[list[Columns]], clips: list[Clip | None], scale: Tensor | None
-    ) -> list[Clip | None]:
-        """Return clips with the norm of unscaled gradients, and record this norm."""
-        if self.max_grad_norm is None or not clips or clips[0] is None:
-            return clips
-        norm = clips[0].total_norm
-        norm = norm if scale is None else norm / move_to(scale, norm.device)
-        grads = [grad for of_group in columns for one in of_group for grad in one.grads]
-        self._grad_norm = rounded(norm, grads)
-        return [Clip(self._grad_norm, self.max_grad_norm, None)] * len(clips)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -204,27 +211,38 @@ class Mastered(Optimizer):
 
         The norm is None before the first step, and without `max_grad_norm`.
         """
-        return None if self._grad_norm is None else self._grad_norm.clone()
+        if self.max_grad_norm is None or self._grad_norm is None:
+            return None
+        return self._grad_norm.clone()
 
     # --- masters --------------------------------------------------------------------------------
+
+    def _adopt_writes(self) -> None:
+        """Make all masters adopt what other code has written to their parameters."""
+        for param, own in self._with_masters():
+            adopt_writes(own, param)
 
     def master_params(self) -> Iterator[Tensor]:
         """Iterate over the inner optimizer's parameters, in the order of the parameters.
 
+        Programs may write them, and call `sync_model_from_masters` then.
+
         Yields:
             A 16-bit parameter's float32 master, or the parameter itself.
         """
+        if self._model_leads:
+            self._adopt_writes()
+            self._model_leads = False
         for _, own in self._pairs():
             yield own
 
     @torch.no_grad()
     def sync_masters_from_model(self) -> None:
         """Set all masters to the parameters. The additional bits of the masters are lost."""
-        for param, own in self._pairs():
-            if own is not param:
-                renew_master(own, param)
-        self._must_renew = False
-        self._written.forget()
+        for param, own in self._with_masters():
+            place_master(own, param)
+            own.copy_(param)
+        self._model_leads = False
 
     @torch.no_grad()
     def sync_model_from_masters(self) -> None:
@@ -232,43 +250,48 @@ class Mastered(Optimizer):
 
         Call this after other code than `step` has written masters, for example after
         `optimizer.inner.eval()` of a schedule-free optimizer, and after `optimizer.inner.train()`.
+        Otherwise the masters adopt the parameters again at the next step.
         """
-        for param, own in self._pairs():
-            if own is not param:
-                param.copy_(own)
-        self._written.forget()
+        if self._model_leads:
+            self._adopt_writes()
+        for param, own in self._with_masters():
+            param.copy_(own)
 
     # --- saving and loading ---------------------------------------------------------------------
 
     @property
     def state(self) -> defaultdict[Any, Any]:
-        """The inner optimizer's state by parameter, with the masters, in new dicts."""
+        """The inner optimizer's state by parameter, with the masters, in new dicts.
+
+        This is a view: what is written to the dicts is lost. Write to `optimizer.inner.state`, or
+        call `load_state_dict`.
+        """
         if self.inner is None:
             return defaultdict(dict)
-        masters = {own: param for param, own in self._pairs() if own is not param}
-        found: defaultdict[Any, Any] = defaultdict(dict)
-        for key, value in self.inner.state.items():
-            is_of_master = isinstance(key, Tensor) and key in masters
-            found[masters[key] if is_of_master else key] = value
-        for own, param in masters.items():
-            found[param] = {**found[param], "master_param": own.detach()}
-        return found
+        is_initial = not self._has_stepped and not self.inner.state
+        if is_initial and is_called_from(DCP):  # which takes a step to create the state
+            return defaultdict(dict)
+        if self._model_leads:
+            self._adopt_writes()
+        return _inner_states.with_masters(self.inner.state, self._with_masters())
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
-        if state:
+        if self.inner is not None:  # torch's constructor assigns an empty dict before
             raise AttributeError("state: expected load_state_dict() in place of an assignment")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state dict, with each master as `master_param`.
 
         Masters include what other code has written to their parameters, for which the host waits.
+        Groups lack the options that choose one of torch's implementations, such as `foreach`.
 
         Returns:
-            A dict with `state` and `param_groups`, as torch's. Tensors are not copied.
+            A dict with `state` and `param_groups`, as torch's, and an entry that says that the
+            masters are current. Tensors are not copied.
         """
         self._exchange_options()
-        handle = self.register_state_dict_post_hook(include_writes_to_params, prepend=True)
+        handle = self.register_state_dict_post_hook(_inner_states.export, prepend=True)
         try:
             return Optimizer.state_dict(self)
         finally:
@@ -276,37 +299,33 @@ class Mastered(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, or of the inner optimizer's.
+        """Load a state dict of this class, of the inner optimizer's, or of a fused one of the kind.
 
         Masters set their parameters, too. Without masters, the next step makes them from the
-        parameters. If an error is raised, nothing was loaded.
+        parameters. Masters that an optimizer without masters has loaded, and saved again, are
+        dropped. If an error is raised, nothing was loaded.
 
         Args:
             state_dict: The result of `state_dict()`.
 
         Raises:
-            TypeError: A master is no tensor.
-            ValueError: The groups have other sizes, or a master does not fit its parameter.
+            TypeError: The state is no dict, or a master is no tensor.
+            ValueError: The groups have other sizes, or `max_grad_norm` or `master_weights`, or a
+                master does not fit its parameter.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        masters = _loading.checked_masters(self.param_groups, state_dict)
-        state = {
-            key: {name: copied(value) for name, value in entries.items() if name != "master_param"}
-            if isinstance(entries, dict)
-            else entries
-            for key, entries in state_dict["state"].items()
-        }
-        state = {key: entries for key, entries in state.items() if entries != {}}
-        self.inner.load_state_dict({**state_dict, "state": state})
+        saved = _inner_states.adopt(self.inner, state_dict)
+        masters = _loading.checked_masters(self.param_groups, saved)
+        self.inner.load_state_dict(_inner_states.without_masters(saved))
+        is_dcp = is_called_from(DCP)  # it loads the parameters by itself
         for param, own in self._pairs():
             if own is not param:
-                renew_master(own, param)
-            if param in masters:
-                own.copy_(masters[param])
-                param.copy_(own)
-        self._must_renew = not masters
-        self._written.forget()
+                place_master(own, param)
+                own.copy_(masters.get(param, param))
+            if param in masters and not is_dcp:
+                param.copy_(masters[param])
+        self._model_leads = not masters and not self.inner.state
         self._agreed = [{**group} for group in self.param_groups]
         self._exchange_options()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -315,13 +334,8 @@ class Mastered(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy."""
         names = ("defaults", "param_groups", "inner", "max_grad_norm", "process_group")
-        own = {name: getattr(self, name) for name in (*names, "_must_renew", "_grad_norm")}
-        return {**own, "_agreed": self._agreed}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state for pickle and deepcopy."""
-        Optimizer.__setstate__(self, state)
-        self._written = WrittenParams()
+        own = ("_model_leads", "_has_stepped", "_grad_norm", "_agreed")
+        return {name: getattr(self, name) for name in (*names, *own)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Mastered":
         """Copy the optimizer; the copy has the same process group."""
@@ -333,17 +347,3 @@ class Mastered(Optimizer):
     def __repr__(self) -> str:
         """Return the inner optimizer's text."""
         return f"Mastered: {self.inner!r}"
-
-
-def include_writes_to_params(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Let saved masters adopt what other code has written to their parameters. This is a hook."""
-    for key, (param, _, _) in _loading.owners(optimizer.param_groups, saved).items():
-        entries = saved["state"].get(key, {})
-        if "master_param" in entries:
-            master = include_writes(param, entries["master_param"])
-            saved["state"][key] = {**entries, "master_param": master}
-
-
-def copied(value: Any) -> Any:
-    """Return a copy of a tensor, and other values as they are."""
-    return value.clone() if isinstance(value, Tensor) else value

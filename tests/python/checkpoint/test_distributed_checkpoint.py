@@ -4,6 +4,7 @@ Two ranks save a run, one loads it and goes on, then four do.
 """
 
 import os
+from functools import partial
 from pathlib import Path
 
 import ampfuse
@@ -26,12 +27,21 @@ OPTIONS = {
     "masters": {"dtype": torch.bfloat16},
     "remainders": {"dtype": torch.bfloat16, "master_weights": "remainder"},
     "SGD": {"dtype": torch.bfloat16, "momentum": 0.9},
+    "Mastered": {"dtype": torch.bfloat16},
 }
+
+
+def mastered(params, lr):
+    """Return torch's AdamW with masters; its counters show the number of steps."""
+    return ampfuse.Mastered(partial(torch.optim.AdamW, lr=lr), params)
+
+
 STAGES = [Scenarios(ranks) for ranks in (2, 1, 4)]
 # The optimizers that save and load in turn.
 PAIRS = {
     **{kind: (ampfuse.AdamW,) * 3 for kind in OPTIONS},
     "SGD": (ampfuse.SGD,) * 3,
+    "Mastered": (mastered,) * 3,
     "torch, then ours": (torch.optim.AdamW, ampfuse.AdamW, torch.optim.AdamW),
     "ours, then torch": (ampfuse.AdamW, torch.optim.AdamW, ampfuse.AdamW),
 }

@@ -5,6 +5,7 @@ import sys
 import types
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 
 import ampfuse
 import pytest
@@ -108,7 +109,12 @@ def test_sparse_gradients_are_left_alone(habits):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("make", "has_masters"),
-    [(torch.optim.SGD, False), (torch.optim.AdamW, False), (ampfuse.AdamW, True)],
+    [
+        (torch.optim.SGD, False),
+        (torch.optim.AdamW, False),
+        (ampfuse.AdamW, True),
+        (partial(ampfuse.Mastered, torch.optim.Adagrad), True),
+    ],
 )
 def test_16_bit_weights_without_masters_get_a_hint(habits, make, has_masters, dtype):
     param = nn.Parameter(torch.ones(3, dtype=dtype))
@@ -119,6 +125,7 @@ def test_16_bit_weights_without_masters_get_a_hint(habits, make, has_masters, dt
     found = [hint for hint in explain_habits(habits, 1) if "no float32 masters" in hint]
     assert len(found) == (dtype == torch.bfloat16 and not has_masters)
     assert not found or "less than 0.20 % of a weight" in found[0]
+    assert not found or "ampfuse.Mastered for other optimizers" in found[0]
 
 
 def test_anomaly_checks_are_counted(habits):

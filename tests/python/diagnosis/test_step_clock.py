@@ -327,3 +327,16 @@ def test_compiled_step_is_one_graph_while_steps_are_measured(programs):
     done = programs.ours("train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1\n"
+
+
+def test_step_of_mastered_counts_once_and_is_not_left_to_torch():
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    optimizer = ampfuse.Mastered(torch.optim.Adagrad, model.parameters())
+    with clocked() as made:
+        for _ in range(3):
+            model(torch.ones(4, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+        assert made.clock.steps == 3
+        assert made.clock.left_to_torch == set()
+        torch.optim.Adagrad(model.parameters()).step()
+        assert made.clock.left_to_torch == {"Adagrad"}

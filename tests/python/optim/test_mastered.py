@@ -1,14 +1,21 @@
 """`ampfuse.Mastered` trains 16-bit parameters by float32 masters with any optimizer of torch."""
 
-import copy
-import pickle
 from functools import partial
 
 import ampfuse
 import pytest
 import torch
-from ampfuse import Mastered, checkpoint
-from optim_models import assert_same_bits, copies
+from ampfuse import Mastered
+from mastered_runs import (
+    BF16,
+    MAX_NORM,
+    SCALE,
+    assert_all_same,
+    feed,
+    made,
+    made_with_optimizer,
+    train,
+)
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
@@ -20,35 +27,6 @@ MAKERS = {
     "Adagrad": torch.optim.Adagrad,
 }
 EVERY_OPTIMIZER = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-BF16 = torch.bfloat16
-SCALE, MAX_NORM = 2.0**10, 2.0
-SHAPES = [(9, 5), (4, 6)]  # Muon takes matrices only
-
-
-def made(device, dtype=torch.float32):
-    """Return parameters whose values every dtype can hold."""
-    torch.manual_seed(0)
-    return [Parameter(torch.randn(one).to(BF16).to(device, dtype)) for one in SHAPES]
-
-
-def feed(params, step, scale=1.0):
-    """Set the gradients of a step, which every dtype can hold at the scale of the tests, too."""
-    torch.manual_seed(step)
-    for param in params:
-        grad = torch.randn(param.shape).to(BF16).to(param.device, param.dtype)
-        param.grad = grad * scale
-
-
-def train(optimizer, params, steps, scaler=None):
-    for step in steps:
-        if scaler is None:
-            feed(params, step)
-            optimizer.step()
-            continue
-        scaler.scale(torch.zeros((), device=params[0].device))  # makes the scale
-        feed(params, step, scaler.get_scale() if step != 3 else float("inf"))
-        scaler.step(optimizer)
-        scaler.update()
 
 
 def clipped_reference(optimizer, params, steps):
@@ -59,11 +37,6 @@ def clipped_reference(optimizer, params, steps):
         feed(params, step)
         ampfuse.clip_grad_norm_(params, MAX_NORM)
         optimizer.step()
-
-
-def assert_all_same(ours, theirs):
-    for one, other in zip(ours, theirs, strict=True):
-        assert_same_bits(one.detach(), other.detach())
 
 
 @EVERY_OPTIMIZER
@@ -201,46 +174,36 @@ def test_names_of_parameters_are_passed_on(device):
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["a", "b"]
 
 
-# --- masters --------------------------------------------------------------------------------------
-
-
-def test_masters_begin_as_the_parameters_are_at_the_first_step(device):
-    params = made(device, BF16)
-    optimizer = Mastered(partial(torch.optim.RMSprop, lr=0.0), params)
-    with torch.no_grad():
-        params[0].zero_()  # as a checkpoint that is loaded into the model
-    train(optimizer, params, [0])
-    assert_all_same(params, [torch.zeros_like(params[0]), made(device, BF16)[1]])
-
-
-def test_masters_adopt_what_other_code_writes_to_parameters(device):
-    params = made(device, BF16)
-    optimizer = Mastered(partial(torch.optim.RMSprop, lr=1e-4), params)
-    train(optimizer, params, [0])
-    untouched = [master.clone() for master in optimizer.master_params()][1]
-    with torch.no_grad():
-        params[0].fill_(3.0)
-    saved = optimizer.state_dict()["state"]
-    assert (saved[0]["master_param"] == 3.0).all()
-    assert_same_bits(saved[1]["master_param"], untouched)
-    with pytest.warns(UserWarning, match="were written by code other than the optimizer"):
-        train(optimizer, params, [1, 2, 3])
-    assert (next(optimizer.master_params()) - 3.0).abs().max() < 0.01
-
-
-def test_model_takes_over_masters_that_other_code_has_written(device):
+def test_closure_computes_loss_and_gradients_first(device):
     params = made(device, BF16)
     optimizer = Mastered(torch.optim.RMSprop, params)
-    train(optimizer, params, [0])
-    with torch.no_grad():
-        for master in optimizer.master_params():
-            master.mul_(1.001)
-    optimizer.sync_model_from_masters()
-    masters = [master.clone() for master in optimizer.master_params()]
-    assert_all_same(params, [master.to(BF16) for master in masters])
-    optimizer.param_groups[0]["lr"] = 0.0
-    train(optimizer, params, [1])
-    assert_all_same(optimizer.master_params(), masters)
+
+    def closure():
+        loss = sum(param.float().square().sum() for param in params)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    assert params[0].grad is not None
+    assert (params[0] != made(device, BF16)[0]).any()
+
+
+def test_compiled_step_breaks_the_graph_and_trains_the_same(fresh_compiler):
+    runs = []
+    for compiles in (False, True):
+        optimizer, params = made_with_optimizer(BF16)
+
+        def step(optimizer=optimizer, params=params):
+            loss = sum(param.float().square().sum() for param in params)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run = torch.compile(step, backend="eager") if compiles else step
+        for _ in range(3):
+            run()
+        runs.append(params)
+    assert_all_same(*runs)
 
 
 def test_muon_moves_nearly_all_weights_in_bfloat16_with_masters():
@@ -261,178 +224,3 @@ def test_muon_moves_nearly_all_weights_in_bfloat16_with_masters():
         never_moved[name] = 1 - has_moved.float().mean().item()
     assert never_moved["torch"] > 0.5
     assert never_moved["Mastered"] <= 0.01
-
-
-# --- saving and loading ---------------------------------------------------------------------------
-
-
-def by_state_dict(optimizer, params, folder):
-    other, new = made_with_optimizer(params[0].dtype)
-    other.load_state_dict(optimizer.state_dict())
-    return other, new
-
-
-def by_checkpoint(optimizer, params, folder):
-    checkpoint.save(folder, step=1, optimizer=optimizer)
-    other, new = made_with_optimizer(params[0].dtype)
-    checkpoint.load(folder, optimizer=other)
-    return other, new
-
-
-def by_pickle(optimizer, params, folder):
-    return pickle.loads(pickle.dumps((optimizer, params)))
-
-
-def by_deepcopy(optimizer, params, folder):
-    return copy.deepcopy((optimizer, params))
-
-
-def made_with_optimizer(dtype):
-    params = made("cpu", dtype)
-    return Mastered(torch.optim.NAdam, params, max_grad_norm=MAX_NORM), params
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("move", [by_state_dict, by_checkpoint, by_pickle, by_deepcopy])
-def test_training_goes_on_with_the_same_bits(move, dtype, tmp_path):
-    optimizer, params = made_with_optimizer(dtype)
-    train(optimizer, params, range(3))
-    moved, others = move(optimizer, params, tmp_path)
-    if dtype == torch.float32 and move in (by_state_dict, by_checkpoint):
-        with torch.no_grad():
-            torch._foreach_copy_(others, params)
-    assert_all_same(others, params)
-    train(optimizer, params, range(3, 6))
-    train(moved, others, range(3, 6))
-    assert_all_same(others, params)
-    assert_all_same(moved.master_params(), optimizer.master_params())
-
-
-def test_state_dict_of_the_optimizer_alone_is_loaded_and_the_other_way_round():
-    optimizer, params = made_with_optimizer(torch.float32)
-    train(optimizer, params, range(3))
-    theirs = copies(params)
-    plain = torch.optim.NAdam(theirs)
-    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    ours = copies(params)
-    again = Mastered(torch.optim.NAdam, ours)
-    again.load_state_dict(copy.deepcopy(plain.state_dict()))
-    train(plain, theirs, range(3, 6))
-    train(again, ours, range(3, 6))
-    assert_all_same(ours, theirs)
-
-
-def test_masters_that_were_not_saved_are_made_from_the_model_that_is_loaded_later():
-    optimizer, params = made_with_optimizer(BF16)
-    train(optimizer, params, range(3))
-    saved = copy.deepcopy(optimizer.state_dict())
-    for state in saved["state"].values():
-        del state["master_param"]
-    other, new = made_with_optimizer(BF16)
-    other.load_state_dict(saved)
-    with torch.no_grad():
-        torch._foreach_copy_(new, params)
-    other.param_groups[0]["lr"] = 0.0
-    train(other, new, [3])
-    assert_all_same(other.master_params(), [param.float() for param in params])
-
-
-def break_master(saved):
-    saved["state"][1]["master_param"] = torch.ones(3)
-
-
-def break_groups(saved):
-    saved["param_groups"].append(saved["param_groups"][0])
-
-
-@pytest.mark.parametrize(
-    ("breaks", "error"),
-    [
-        (break_master, "master_param of parameter 1: expected shape"),
-        (break_groups, "doesn't match the size of optimizer's group"),
-    ],
-)
-def test_state_that_does_not_fit_is_refused_and_nothing_is_loaded(breaks, error):
-    optimizer, params = made_with_optimizer(BF16)
-    train(optimizer, params, range(3))
-    saved = copy.deepcopy(optimizer.state_dict())
-    breaks(saved)
-    other, new = made_with_optimizer(BF16)
-    with pytest.raises(ValueError, match=error):
-        other.load_state_dict(saved)
-    train(other, new, range(3))
-    assert_all_same(other.master_params(), optimizer.master_params())
-
-
-def test_hooks_see_and_change_state_dicts():
-    optimizer, params = made_with_optimizer(BF16)
-    train(optimizer, params, [0])
-    optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "more": 1})
-    seen = []
-    optimizer.register_load_state_dict_pre_hook(lambda _, given: seen.append(given["more"]))
-    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("after"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == [1, "after"]
-
-
-# --- refusals -------------------------------------------------------------------------------------
-
-
-def test_closure_computes_loss_and_gradients_first(device):
-    params = made(device, BF16)
-    optimizer = Mastered(torch.optim.RMSprop, params)
-
-    def closure():
-        loss = sum(param.float().square().sum() for param in params)
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) > 0
-    assert params[0].grad is not None
-    assert (params[0] != made(device, BF16)[0]).any()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (torch.optim.LBFGS, "whose step needs no closure, got LBFGS"),
-        (lambda groups: None, "a function that returns an optimizer, got None"),
-        (lambda groups: torch.optim.RMSprop([Parameter(torch.ones(2))]), "that it got, in their"),
-    ],
-    ids=["LBFGS", "nothing", "other parameters"],
-)
-def test_other_optimizers_are_refused(make, message):
-    with pytest.raises(TypeError, match=f"^make: expected .*{message}"):
-        Mastered(make, made("cpu", BF16))
-
-
-def test_invalid_limit_is_refused():
-    with pytest.raises(ValueError, match="max_grad_norm: expected None or at least 0, got -1"):
-        Mastered(torch.optim.RMSprop, made("cpu", BF16), max_grad_norm=-1.0)
-
-
-def test_model_that_was_cast_is_refused_before_anything_is_written():
-    module = torch.nn.Linear(3, 3)
-    optimizer = Mastered(torch.optim.RMSprop, module.parameters())
-    module.to(BF16)
-    feed(list(module.parameters()), 0)
-    with pytest.raises(TypeError, match="parameters of their first dtypes, got one of"):
-        optimizer.step()
-
-
-def test_compiled_step_breaks_the_graph_and_trains_the_same(fresh_compiler):
-    runs = []
-    for compiles in (False, True):
-        optimizer, params = made_with_optimizer(BF16)
-
-        def step(optimizer=optimizer, params=params):
-            loss = sum(param.float().square().sum() for param in params)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        run = torch.compile(step, backend="eager") if compiles else step
-        for _ in range(3):
-            run()
-        runs.append(params)
-    assert_all_same(*runs)

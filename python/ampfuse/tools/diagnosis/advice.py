@@ -166,7 +166,8 @@ def explain_habits(habits: Habits, steps: int) -> Iterator[str]:
         yield (
             f"Weights are {habits.rounded}, and their optimizer keeps no float32 masters, so "
             f"updates of less than {percent(torch.finfo(habits.rounded).eps / 4)} of a weight are "
-            "lost. ampfuse.AdamW and SGD keep masters; or use float32 weights and torch.autocast."
+            "lost. ampfuse.AdamW and SGD keep masters, and ampfuse.Mastered for other optimizers; "
+            "or use float32 weights and torch.autocast."
         )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     is_slow_cpu = torch.get_num_threads() == 1 and usable_cores() >= FEW_CORES * processes

@@ -8,6 +8,7 @@ steps are measured; they do nothing then.
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from ampfuse._graphs import eager_only
 from ampfuse.amp import GradScaler
+from ampfuse.optim import Mastered
 from ampfuse.optim.stepping import is_ours
 from ampfuse.tools.diagnosis.loaders import LoaderWatch
 from ampfuse.tools.diagnosis.phases import (
@@ -53,6 +55,7 @@ class StepClock:
         self._live = [listener for listener in listeners if listener.is_live]
         self._notes: list[Note] = []
         self._reader = NoteReader()
+        self._inner: weakref.ref[Optimizer] | None = None  # that of the last `Mastered`
         self._is_measuring = True
         self._is_switching = False  # True while a module is switched to evaluation, or back
         self._thread = threading.get_ident()
@@ -137,14 +140,22 @@ class StepClock:
     @only_measures
     @eager_only
     def _enter_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if not is_ours(optimizer) and type(optimizer).__module__.startswith("torch.optim"):
+        if isinstance(optimizer, Mastered):
+            self._inner = weakref.ref(optimizer.inner)
+        elif self._is_inner(optimizer):
+            return
+        elif not is_ours(optimizer) and type(optimizer).__module__.startswith("torch.optim"):
             self.left_to_torch.add(type(optimizer).__name__)
         self.note(OPTIMIZER, True, id(optimizer))
+
+    def _is_inner(self, optimizer: Optimizer) -> bool:
+        """Return True if a step of `Mastered` steps this one, which is a part of that step."""
+        return self._inner is not None and self._inner() is optimizer
 
     @only_measures
     @eager_only
     def _leave_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or self._is_inner(optimizer):
             return
         self.note(OPTIMIZER, False, id(optimizer))
         if not self._first.matches(optimizer):
