@@ -23,12 +23,18 @@ MEASURED = [(make, SETTINGS[0]) for make in MODELS] + [(lstm, SETTINGS[3])]
 MEASURED += [(wide_lstm, SETTINGS[0])]
 MEASURED += [(make, setting) for make in (gpt2, resnet) for setting in SETTINGS[1:]]
 
+# On other CPUs, the library behind torch converts 16-bit convolutions to float32 in buffers of its
+# own, and has no 16-bit LSTM.
+HAS_16_BIT_LAYERS = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "setting"), MEASURED, ids=lambda one: getattr(one, "name", None) or one.__name__
 )
 def test_account_is_within_5_percent_of_the_measured_peak(make, setting):
+    if make in (lstm, resnet) and setting != SETTINGS[0] and not HAS_16_BIT_LAYERS:
+        pytest.skip("this CPU has no 16-bit convolutions and LSTMs")
     predicted, measured = compare(make, setting)
     assert predicted == pytest.approx(measured, rel=0.05)
 
