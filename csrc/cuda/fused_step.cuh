@@ -110,6 +110,10 @@ struct StepTypes {
   // moments, 1 of double. With more, a thread would need more than the 64 registers that it has
   // with four blocks per multiprocessor.
   static constexpr int kPackSize = std::is_same_v<acc_t, double> ? 1 : kMoments == 3 ? 2 : 4;
+
+  // Doubles with three moments need a few registers more than that, so one block less is resident.
+  static constexpr int kResidentBlocks =
+      kBlocksPerMultiprocessor - (std::is_same_v<acc_t, double> && kMoments == 3 ? 1 : 0);
 };
 
 template <typename Types>
@@ -230,7 +234,7 @@ __device__ __forceinline__ bool step_chunk_is_aligned(const StepChunk<Types>& ch
 
 // `first` is the index in plan.steps of the first tensor of this launch.
 template <typename Types>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads, Types::kResidentBlocks)
     fused_step_kernel(const __grid_constant__ StepTable<typename Types::rule> table, int64_t first,
                       StepPlan<typename Types::rule, typename Types::acc_t> plan,
                       math::StepOptions options,
