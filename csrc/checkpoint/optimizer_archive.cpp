@@ -162,6 +162,8 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const Dict& state,
                      const std::string& class_name) {
   // ampfuse's optimizers convert tensors and move them themselves.
   const bool converts = dynamic_cast<const FusedOptimizer*>(&optimizer);
+  // torch's SGD steps each state that it has by its momentum, which ours may lack.
+  const bool needs_momentum = typeid(optimizer) == typeid(torch::optim::SGD);
   const Dict stored_states = state.at("state").toGenericDict();
   const List stored_groups = state.at("param_groups").toList();
   OutputArchive archive, states, groups;
@@ -177,8 +179,6 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const Dict& state,
       archived_group.write("params/" + std::to_string(j), torch::IValue(key));
       const at::Tensor& param = group.params()[j];
       const auto stored = stored_states.find(number);
-      // torch's SGD steps each state that it has by its momentum, which ours may lack.
-      const bool needs_momentum = typeid(optimizer) == typeid(torch::optim::SGD);
       if (stored == stored_states.end() ||
           (needs_momentum && !has(stored->value().toGenericDict(), "momentum_buffer"))) {
         without_state.push_back(param.unsafeGetTensorImpl());

@@ -38,6 +38,11 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def listed(names: Sequence[str]) -> str:
+    """Return `a, b and c`."""
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
 def percent(share: float) -> str:
     """Return a share as a text with two digits, as in `"0.35 %"`."""
     if share > 10:

@@ -1,12 +1,12 @@
 """Saves, loads and copies a scaler. All of a state is checked before any of it is loaded."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from ampfuse._arguments import checked_count, checked_known, checked_number
+from ampfuse._copies import copied_with_group
 from ampfuse.amp import _policy
 from ampfuse.amp._history import ScalerHistory
 from ampfuse.amp._policy import Policy, torchs_options
@@ -107,10 +107,7 @@ class SavedScaler(TorchGradScaler):
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         """Copy the scaler; the copy has the same process group."""
-        memo[id(self.process_group)] = self.process_group
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
+        return copied_with_group(self, memo)
 
 
 class Loaded(NamedTuple):

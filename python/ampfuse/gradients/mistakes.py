@@ -242,8 +242,10 @@ class Watch:
     @eager_only
     def note_limit(self, norms: Iterable[Tensor], limit: float | None, scale: Tensor) -> None:
         """Record the norm of scaled gradients, and the limit that the optimizer clips to."""
+        if limit is None or self.has_reported or is_capturing():
+            return
         found = list(norms)
-        if limit is None or self.has_reported or is_capturing() or len(found) != 1:
+        if len(found) != 1:
             return
         (scaled_norm,) = found
         if len(self._norms) < STEPS_WATCHED and has_number(scaled_norm) and has_number(scale):

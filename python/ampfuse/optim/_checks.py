@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse._texts import listed
 from ampfuse.gradients.shards import is_dtensor, local
 from ampfuse.optim._rule import Rule
 from ampfuse.optim.options import is_number
@@ -87,8 +88,3 @@ def _described(value: Tensor) -> str:
 
 def kind_of(value: Any) -> str:
     return type(value).__name__
-
-
-def listed(names: tuple[str, ...]) -> str:
-    """Return `a, b and c`."""
-    return f"{', '.join(names[:-1])} and {names[-1]}"

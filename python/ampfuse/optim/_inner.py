@@ -105,11 +105,9 @@ def adopt_writes(own: Tensor, param: Tensor) -> None:
     """
     place_master(own, param)
     here, there = local(param.detach()), local(own.detach())
-    rounded_master = there.to(here.dtype)
-    if here.device.type == "cpu" and torch.equal(rounded_master, here):
+    if here.device.type == "cpu" and torch.equal(there.to(here.dtype), here):
         return  # a GPU writes the master in any case, since the host would wait for this answer
-    is_same = rounded_master == here  # False for NaN, which the master then adopts
-    there.copy_(torch.where(is_same, there, here))
+    _state.adopt_param(here, there)
 
 
 def with_masters(group: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampfuse._texts import listed
 from ampfuse.optim import _state
 from ampfuse.optim._callers import DCP, is_called_from
 from ampfuse.optim._checks import (
@@ -18,7 +19,6 @@ from ampfuse.optim._checks import (
     check_saved,
     check_tensor,
     kind_of,
-    listed,
 )
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._rule import Rule, StateOptions

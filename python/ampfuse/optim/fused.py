@@ -4,7 +4,6 @@ Unscaling, clipping and the decision to skip are part of that pass: gradients ar
 unless requested, and the host never waits for a GPU.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from ampfuse._copies import copied_with_group
 from ampfuse._graphs import groups_of, traced_as
 from ampfuse.gradients.shards import refuse_common_ranks
 from ampfuse.gradients.signals import Slot
@@ -136,10 +136,7 @@ class FusedOptimizer(Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FusedOptimizer":
         """Copy the optimizer; the copy has the same process group."""
-        memo[id(self.process_group)] = self.process_group
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
+        return copied_with_group(self, memo)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state for pickle, deepcopy and load_state_dict."""

@@ -3,7 +3,6 @@
 The inner optimizer steps float32 tensors with float32 gradients, and knows nothing of 16 bits.
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from ampfuse._copies import copied_with_group
 from ampfuse._graphs import is_capturing
 from ampfuse.gradients.shards import refuse_common_ranks
 from ampfuse.gradients.signals import Signals
@@ -339,10 +339,7 @@ class Mastered(Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Mastered":
         """Copy the optimizer; the copy has the same process group."""
-        memo[id(self.process_group)] = self.process_group
-        copy_of_self = memo[id(self)] = type(self).__new__(type(self))
-        copy_of_self.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copy_of_self
+        return copied_with_group(self, memo)
 
     def __repr__(self) -> str:
         """Return the inner optimizer's text."""

@@ -5,7 +5,7 @@ import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
-from ampfuse._texts import size_text
+from ampfuse._texts import listed, size_text
 from ampfuse.patching.optimizers import CLASSES
 from ampfuse.tools.diagnosis.phases import FIRST_STEPS, LEAST_STEPS
 
@@ -21,7 +21,7 @@ def title(report: dict[str, Any]) -> str:
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of a report's table, each a name and a text."""
     found = [("ended", f"{report['ended']}, after {report['seconds']:.1f} s")]
-    *first, last = replaced = [cls.__name__ for cls in CLASSES]
+    replaced = [cls.__name__ for cls in CLASSES]
     others = sorted({*report["optimizers_of_torch"]} - {*replaced})
     with_rows = {"scaler": report["scaler_disabled"], "optimizers": bool(others)}  # of their own
     parts = report["parts"].items()
@@ -29,10 +29,7 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         {name: part for name, part in parts if any(part.values()) or not with_rows.get(name)}
     )
     if others:
-        text = (
-            f"left to torch: {', '.join(others)}, since ampfuse has only {', '.join(first)} "
-            f"and {last}"
-        )
+        text = f"left to torch: {', '.join(others)}, since ampfuse has only {listed(replaced)}"
         found.append(("optimizers", text))
     if (steps := report["steps"]) is not None:
         found.append(("a step", times_text(steps["milliseconds"])))

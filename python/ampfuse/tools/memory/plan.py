@@ -16,11 +16,10 @@ from ampfuse.tools.memory import what_if
 from ampfuse.tools.memory.account import recorded
 from ampfuse.tools.memory.record import Record, is_within
 
-MOMENTS = "bfloat16 moments"
 MOMENT_DTYPES = {"AdamW": "state_dtype", "SGD": "momentum_dtype"}  # their options
 ALLOWED = (
     what_if.MASTER_WEIGHTS.name,
-    MOMENTS,
+    what_if.BFLOAT16_MOMENTS.name,
     what_if.REMAINDERS.name,
     "linear cross-entropy",
 )
@@ -82,7 +81,7 @@ class Plan:
         if {what_if.MASTER_WEIGHTS.name, what_if.REMAINDERS.name} & set(self.changes):
             model.to(torch.bfloat16)
         options: dict[str, Any] = {}
-        if MOMENTS in self.changes:
+        if what_if.BFLOAT16_MOMENTS.name in self.changes:
             options[MOMENT_DTYPES[self.optimizer]] = torch.bfloat16
         if what_if.REMAINDERS.name in self.changes:
             options["master_weights"] = "remainder"

@@ -208,12 +208,11 @@ REMAINDERS = Change(
     'model.to(torch.bfloat16) and ampfuse.{optimizer}(..., master_weights="remainder")',
     lambda record: bfloat16_weights(record, 2),
 )
+BFLOAT16_MOMENTS = Change(
+    "bfloat16 moments", "ampfuse.{optimizer}(..., {moments})", bfloat16_moments
+)
 OTHERS = (
-    Change(
-        "bfloat16 moments",
-        "ampfuse.{optimizer}(..., {moments})",
-        bfloat16_moments,
-    ),
+    BFLOAT16_MOMENTS,
     Change("linear cross-entropy", "ampfuse.linear_cross_entropy", drop_logits),
     Change(
         "checkpoints",
