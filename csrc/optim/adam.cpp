@@ -10,7 +10,7 @@ namespace ampfuse {
 namespace {
 
 // Calls `visit` with the name of each option and its values in both sets of options.
-constexpr auto visit_adam_options = [](const auto& left, const auto& right, const auto& visit) {
+constexpr auto visit_adam_options = [](auto& left, auto& right, const auto& visit) {
   visit("lr", left.lr(), right.lr());
   visit("betas", left.betas(), right.betas());
   visit("eps", left.eps(), right.eps());
@@ -50,28 +50,14 @@ void AdamOptionsOf<kDecoupledWeightDecay>::serialize(torch::serialize::InputArch
   TORCH_CHECK_VALUE(kDecoupledWeightDecay || !decoupled,
                     "decoupled_weight_decay: expected an archive of AdamOptions, got one of "
                     "AdamWOptions; load it into AdamWOptions");
-  optim::read_option(archive, "lr", lr());
-  optim::read_option(archive, "betas", betas());
-  optim::read_option(archive, "eps", eps());
-  optim::read_option(archive, "weight_decay", weight_decay());
-  optim::read_option(archive, "amsgrad", amsgrad());
-  optim::read_option(archive, "maximize", maximize());
-  optim::read_option(archive, "max_grad_norm", max_grad_norm());
-  optim::read_option(archive, "write_back_grads", write_back_grads());
+  optim::read_options(archive, *this, visit_adam_options);
 }
 
 template <bool kDecoupledWeightDecay>
 void AdamOptionsOf<kDecoupledWeightDecay>::serialize(
     torch::serialize::OutputArchive& archive) const {
-  archive.write("lr", torch::IValue(lr()));
-  archive.write("betas", torch::IValue(betas()));
-  archive.write("eps", torch::IValue(eps()));
-  archive.write("weight_decay", torch::IValue(weight_decay()));
-  archive.write("amsgrad", torch::IValue(amsgrad()));
-  archive.write("maximize", torch::IValue(maximize()));
+  optim::write_options(archive, *this, visit_adam_options);
   archive.write("decoupled_weight_decay", torch::IValue(kDecoupledWeightDecay));
-  archive.write("max_grad_norm", torch::IValue(max_grad_norm()));
-  archive.write("write_back_grads", torch::IValue(write_back_grads()));
 }
 
 template struct AdamOptionsOf<false>;

@@ -65,8 +65,37 @@ void read_option(torch::serialize::InputArchive& archive, const char* name, T& v
   if (archive.try_read(name, saved)) value = saved.to<T>();
 }
 
-/// Compares options. `visit_options` calls its last argument with the name of each option and its
-/// values in both.
+template <typename T>
+void write_option(torch::serialize::OutputArchive& archive, const char* name, const T& value) {
+  archive.write(name, torch::IValue(value));
+}
+
+// Archives lack the kind of masters and the dtype of moments: they determine how state is stored,
+// not what is computed.
+inline void read_option(torch::serialize::InputArchive&, const char*, MasterWeights&) {}
+inline void read_option(torch::serialize::InputArchive&, const char*, at::ScalarType&) {}
+inline void write_option(torch::serialize::OutputArchive&, const char*, MasterWeights) {}
+inline void write_option(torch::serialize::OutputArchive&, const char*, at::ScalarType) {}
+
+/// Reads the options that the archive has. `visit_options` calls its last argument with the name of
+/// each option and its values in both sets of options, which may be one.
+template <typename Options, typename VisitOptions>
+void read_options(torch::serialize::InputArchive& archive, Options& options,
+                  VisitOptions visit_options) {
+  visit_options(options, options,
+                [&](const char* name, auto& value, auto&) { read_option(archive, name, value); });
+}
+
+/// Writes all options. `visit_options` is as for read_options().
+template <typename Options, typename VisitOptions>
+void write_options(torch::serialize::OutputArchive& archive, const Options& options,
+                   VisitOptions visit_options) {
+  visit_options(options, options, [&](const char* name, const auto& value, const auto&) {
+    write_option(archive, name, value);
+  });
+}
+
+/// Compares options. `visit_options` is as for read_options().
 template <typename Options, typename VisitOptions>
 bool are_equal(const Options& left, const Options& right, VisitOptions visit_options) {
   bool are_equal = true;
@@ -76,7 +105,7 @@ bool are_equal(const Options& left, const Options& right, VisitOptions visit_opt
   return are_equal;
 }
 
-/// Prints options. `visit_options` is as for are_equal().
+/// Prints options. `visit_options` is as for read_options().
 template <typename Options, typename VisitOptions>
 std::ostream& print(std::ostream& stream, const char* name, const Options& options,
                     VisitOptions visit_options) {

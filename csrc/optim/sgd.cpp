@@ -12,7 +12,7 @@ namespace ampfuse {
 namespace {
 
 // Calls `visit` with the name of each option and its values in both sets of options.
-constexpr auto visit_sgd_options = [](const auto& left, const auto& right, const auto& visit) {
+constexpr auto visit_sgd_options = [](auto& left, auto& right, const auto& visit) {
   visit("lr", left.lr(), right.lr());
   visit("momentum", left.momentum(), right.momentum());
   visit("dampening", left.dampening(), right.dampening());
@@ -36,25 +36,11 @@ std::ostream& operator<<(std::ostream& stream, const SGDOptions& options) {
 }
 
 void SGDOptions::serialize(torch::serialize::InputArchive& archive) {
-  optim::read_option(archive, "lr", lr());
-  optim::read_option(archive, "momentum", momentum());
-  optim::read_option(archive, "dampening", dampening());
-  optim::read_option(archive, "weight_decay", weight_decay());
-  optim::read_option(archive, "nesterov", nesterov());
-  optim::read_option(archive, "maximize", maximize());
-  optim::read_option(archive, "max_grad_norm", max_grad_norm());
-  optim::read_option(archive, "write_back_grads", write_back_grads());
+  optim::read_options(archive, *this, visit_sgd_options);
 }
 
 void SGDOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  archive.write("lr", torch::IValue(lr()));
-  archive.write("momentum", torch::IValue(momentum()));
-  archive.write("dampening", torch::IValue(dampening()));
-  archive.write("weight_decay", torch::IValue(weight_decay()));
-  archive.write("nesterov", torch::IValue(nesterov()));
-  archive.write("maximize", torch::IValue(maximize()));
-  archive.write("max_grad_norm", torch::IValue(max_grad_norm()));
-  archive.write("write_back_grads", torch::IValue(write_back_grads()));
+  optim::write_options(archive, *this, visit_sgd_options);
 }
 
 // --- state ---------------------------------------------------------------------------------------
