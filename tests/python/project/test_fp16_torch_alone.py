@@ -90,7 +90,10 @@ def fsdp_not_clipped(fused):
 def fsdp_with_float16_parameters(fused):
     model = sharded(torch.float16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=fused)
-    return train(model, optimizer, steps=30)
+    weights = [param.to_local() for param in model.parameters()]
+    outcome = train(model, optimizer, steps=30)
+    largest = torch.stack([weight.abs().max() for weight in weights]).max()
+    return outcome | {"largest_weight": largest.item()}
 
 
 class Stage(nn.Linear):
@@ -142,10 +145,12 @@ def test_torch_skips_on_all_ranks_if_parameters_are_dtensors(fused):
 def test_torch_does_not_train_float16_parameters():
     for result in scenario.results("fsdp_with_float16_parameters", False):
         assert result["error"] == "Attempting to unscale FP16 gradients."
-    # The loss begins at 4.2. It becomes NaN on some CPUs, and 10 to 18 on others: second moments
-    # become 0 in float16, so that weights make steps of hundreds.
-    for result in scenario.results("fsdp_with_float16_parameters", True):
-        assert not all(loss < 8 for loss in result["losses"])
+    # Second moments become 0 in float16, so that weights, which begin below 5, make steps of
+    # hundreds. The loss begins at 4.2, and is then NaN or between 4 and 18, depending on the CPU.
+    results = scenario.results("fsdp_with_float16_parameters", True)
+    assert not all(result["largest_weight"] < 20 for result in results)
+    for result in results:
+        assert not min(result["losses"][-5:]) < 4
 
 
 def test_scaler_of_torch_acts_for_its_own_stage_of_a_pipeline():
