@@ -38,9 +38,9 @@ void check_has_scale(const ScalerState& state, const char* what) {
 
 void check_is_scaled(const ScalerState& state, const char* what) {
   TORCH_CHECK(
-      !state.has_announced || state.has_scaled, "Attempted ", what,
-      " but no loss was ever scaled, although a loss module with a scaler was called. Did you "
-      "call scaler.scale(loss).backward()?");
+      !state.has_announced || state.has_scaled || state.is_known, "Attempted ", what,
+      " but no loss was scaled since the last update, although a loss module with a scaler was "
+      "called. Did you call scaler.scale(loss).backward()?");
 }
 
 void check_closure(const torch::optim::Optimizer& optimizer, bool has_closure) {
@@ -59,6 +59,27 @@ void unscale(ScalerState& state, OptimizerState& of_optimizer,
       amp::inspect(optimizer, inv_scale, at::zeros_like(state.scale),
                    state.options.allow_fp16_grads(), state.options.process_group());
   of_optimizer.stage = Stage::kUnscaled;
+  of_optimizer.losses = state.losses;
+  const std::vector<at::Tensor> params = amp::params_of(optimizer);
+  for (size_t i = 0; i < params.size() && !of_optimizer.unscaled.defined(); ++i) {
+    of_optimizer.unscaled = params[i].grad();
+    of_optimizer.unscaled_index = i;
+  }
+}
+
+// Warns if a backward pass has put other gradients in place of those that were unscaled.
+void look_for_new_gradients(const ScalerState& state, OptimizerState& of_optimizer,
+                            const torch::optim::Optimizer& optimizer) {
+  if (!of_optimizer.unscaled.defined() || of_optimizer.losses == state.losses) return;
+  const std::vector<at::Tensor> params = amp::params_of(optimizer);
+  if (of_optimizer.unscaled_index >= params.size()) return;
+  const at::Tensor grad = params[of_optimizer.unscaled_index].grad();
+  if (!grad.defined() || grad.is_same(of_optimizer.unscaled)) return;
+  of_optimizer.unscaled.reset();  // one warning is enough
+  TORCH_WARN(
+      "gradients were computed again since they were unscaled, so they are still multiplied by the "
+      "loss scale: call scaler.update() after each step, also after one that failed, and if a "
+      "batch is dropped after scaler.unscale_(optimizer)");
 }
 
 void inspect_scaled(ScalerState& state, OptimizerState& of_optimizer,
@@ -123,12 +144,17 @@ GradScalerOptions& GradScaler::options() {
   return checked_state()->options;
 }
 
+int64_t detail::scaled_losses(const GradScaler& scaler) {
+  return scaler.checked_state()->losses;
+}
+
 // --- losses and gradients ------------------------------------------------------------------------
 
 at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!is_enabled()) return outputs;
   TORCH_CHECK_TYPE(outputs.defined(), "GradScaler::scale: expected a tensor, got none");
   state_->has_scaled = true;
+  ++state_->losses;
   return outputs * on_device(state_->scale_on(outputs.device()), outputs.device());
 }
 
@@ -152,7 +178,9 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
 
 at::Tensor GradScaler::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm) {
   const std::vector<at::Tensor> params = amp::params_of(optimizer);
-  if (!is_enabled() || state_->of(optimizer).stage == Stage::kUnscaled) {
+  if (!is_enabled()) return ampfuse::clip_grad_norm_(params, max_norm);
+  if (OptimizerState& state = state_->of(optimizer); state.stage == Stage::kUnscaled) {
+    look_for_new_gradients(*state_, state, optimizer);
     return ampfuse::clip_grad_norm_(params, max_norm);
   }
   unscale_(optimizer);
@@ -182,6 +210,8 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
     } else {
       unscale(*state_, of_optimizer, optimizer);
     }
+  } else {
+    look_for_new_gradients(*state_, of_optimizer, optimizer);
   }
   const std::vector<at::Tensor>& flags = of_optimizer.inspection.found_infs;
   TORCH_CHECK(!flags.empty() || fused || state_->options.allow_no_grads(),
@@ -258,6 +288,7 @@ void GradScaler::update() {
     if (policy.skip_outliers && policy.norm) tensors.norms = state_->history.norms(device);
     update_scale(tensors, found_infs, policy);
   }
+  state_->has_announced = state_->has_scaled = false;
   state_->optimizers.clear();
   raise_if_collapsed(*state_);
 }
@@ -281,13 +312,13 @@ void GradScaler::update(const at::Tensor& new_scale) {
 }
 
 double GradScaler::get_scale() const {
-  checked_state()->has_scaled = true;  // the program may multiply by it
+  checked_state()->is_known = true;
   return is_enabled() ? state_->host_scale() : 1;
 }
 
 at::Tensor GradScaler::scale_tensor() {
   if (!is_enabled()) return at::ones({}, at::TensorOptions(at::kFloat));
-  state_->has_scaled = true;  // the program may multiply by it
+  state_->is_known = true;
   return state_->scale_on(state_->first_device());
 }
 

@@ -153,6 +153,7 @@ void GradScaler::load_state_dict(const StateDict& entries) {
   state_->set_scale(scale, growth_tracker);
   state_->history.set_counts(counts);
   state_->history.set_norm_statistics(norms);
+  state_->optimizers.clear();  // the gradients of before are not used any more
 }
 
 void GradScaler::save(torch::serialize::OutputArchive& archive) const {
@@ -166,6 +167,9 @@ void GradScaler::load(torch::serialize::InputArchive& archive) {
     at::IValue value;
     if (archive.try_read(key, value)) entries.insert(key, value);
   }
+  TORCH_CHECK(!is_enabled() || !entries.empty() || archive.keys().empty(),
+              "GradScaler: expected the archive of a scaler, got one with ",
+              c10::Join(", ", archive.keys()));
   load_state_dict(entries);
 }
 

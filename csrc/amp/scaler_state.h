@@ -14,6 +14,11 @@ struct OptimizerState {
   const void* address;     // identifies an optimizer without parameters
   Stage stage = Stage::kReady;
   Inspection inspection = {};
+  // The first gradient that was unscaled, its index among the parameters, and the number of losses
+  // that had been scaled.
+  at::Tensor unscaled = {};
+  size_t unscaled_index = 0;
+  int64_t losses = 0;
 };
 
 class ScalerState {
@@ -44,8 +49,10 @@ class ScalerState {
   at::Tensor growth_tracker;
   ScalerHistory history;
   std::vector<OptimizerState> optimizers;
-  bool has_announced = false;  // a loss module has asked for the scale
-  bool has_scaled = false;     // a loss was scaled, or the program knows the scale
+  bool has_announced = false;  // a loss module has asked for the scale since the last update
+  bool has_scaled = false;     // a loss was scaled since then
+  bool is_known = false;       // the program knows the scale, so it may multiply by it
+  int64_t losses = 0;          // number of losses that were scaled
 
  private:
   double first_scale_;

@@ -98,9 +98,3 @@ inline Tensors gradients_of(const Tensors& params) {
   for (const auto& param : params) gradients.push_back(param.grad());
   return gradients;
 }
-
-// Collects warnings instead of printing them, under a WarningHandlerGuard.
-struct Warnings : c10::WarningHandler {
-  void process(const c10::Warning& warning) override { messages.push_back(warning.msg()); }
-  std::vector<std::string> messages;
-};

@@ -196,9 +196,14 @@ TEST_CASE("a step throws if a loss module was called and no loss was scaled") {
   CrossEntropyLoss criterion(CrossEntropyOptions(), &scaler);
   torch::optim::SGD optimizer({logits}, 1.0);
   criterion(logits, target).backward();
-  const std::string words = " but no loss was ever scaled";
+  const std::string words = " but no loss was scaled since the last update";
   CHECK_THROWS_WITH(scaler.step(optimizer), ContainsSubstring("Attempted step" + words));
   CHECK_THROWS_WITH(scaler.unscale_(optimizer), ContainsSubstring("Attempted unscale_" + words));
+  scaler.scale(criterion(logits, target)).backward();
+  scaler.step(optimizer);
+  scaler.update();
+  criterion(logits, target).backward();
+  CHECK_THROWS_WITH(scaler.step(optimizer), ContainsSubstring("Attempted step" + words));
   (criterion(logits, target) * scaler.get_scale()).backward();
   scaler.step(optimizer);
 }
@@ -242,6 +247,12 @@ TEST_CASE("accumulate gives the loss and gradients of the whole batch") {
   weight.mutable_grad() = torch::Tensor();
   CHECK(torch::allclose(ampfuse::accumulate(step, micro_batches, &scaler, count), whole));
   CHECK(torch::allclose(weight.grad(), 8 * expected));
+
+  const auto scaled = [&](const auto& part, const torch::Tensor& denominator) {
+    return scaler.scale(step(part, denominator));
+  };
+  CHECK_THROWS_WITH(ampfuse::accumulate(scaled, micro_batches, &scaler),
+                    ContainsSubstring("step has scaled the loss, which the scaler would scale"));
 
   micro_batches.clear();
   CHECK_THROWS_WITH(ampfuse::accumulate(step, micro_batches),

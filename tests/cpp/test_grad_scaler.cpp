@@ -87,7 +87,7 @@ TEST_CASE("scale_tensor exists before the first scale, on the device of the opti
     const auto scale = scaler.scale_tensor();
     CHECK(scale.device().type() == device.type());
     CHECK(scale.item<float>() == 4);
-    scaler.scale(torch::ones({}, device));
+    std::ignore = scaler.scale(torch::ones({}, device));
     scaler.update(16.0);
     CHECK(scale.item<float>() == 16);  // updated in place
     scaler.update(torch::full({1}, 2.0, device));
@@ -194,7 +194,7 @@ TEST_CASE("every method of a moved-from scaler throws, until another one is assi
   const GradScaler moved = std::move(scaler);
   std::stringstream stream;
   const std::vector<std::function<void()>> calls = {
-      [&] { scaler.scale(param); },
+      [&] { std::ignore = scaler.scale(param); },
       [&] { scaler.unscale_(optimizer); },
       [&] { scaler.clip_grad_norm_(optimizer, 1); },
       [&] { scaler.step(optimizer); },
@@ -208,11 +208,14 @@ TEST_CASE("every method of a moved-from scaler throws, until another one is assi
       [&] { std::as_const(scaler).options(); },
       [&] { scaler.step_skipped(); },
       [&] { scaler.was_skipped(); },
-      [&] { scaler.gate(std::make_shared<torch::optim::StepLR>(optimizer, 1)); },
-      [&] { scaler.history(); },
+      [&] { std::ignore = scaler.gate(std::make_shared<torch::optim::StepLR>(optimizer, 1)); },
+      [&] { std::ignore = scaler.history(); },
       [&] { scaler.load_history({}); },
-      [&] { scaler.overflow_report(torch::OrderedDict<std::string, torch::Tensor>()); },
-      [&] { scaler.state_dict(); },
+      [&] {
+        using Named = torch::OrderedDict<std::string, torch::Tensor>;
+        std::ignore = scaler.overflow_report(Named());
+      },
+      [&] { std::ignore = scaler.state_dict(); },
       [&] { scaler.load_state_dict(moved.state_dict()); },
       [&] { torch::save(scaler, stream); },
       [&] { stream << scaler; },
@@ -244,6 +247,65 @@ TEST_CASE("an optimizer that moves between unscale_ and step is not unscaled twi
   const float before = param.item<float>();
   step(theirs);
   CHECK(param.item<float>() == before - 1);
+}
+
+TEST_CASE("scalers and optimizers refuse each other's archives") {
+  ampfuse::AdamW optimizer(Tensors{torch::zeros({1})});
+  GradScaler scaler;
+  std::stringstream of_optimizer, of_scaler;
+  torch::save(optimizer, of_optimizer);
+  torch::save(scaler, of_scaler);
+  CHECK_THROWS_WITH(torch::load(scaler, of_optimizer),
+                    ContainsSubstring("expected the archive of a scaler, got one with"));
+  CHECK_THROWS_WITH(torch::load(optimizer, of_scaler),
+                    ContainsSubstring("expected the archive of an optimizer, which has a state"));
+}
+
+TEST_CASE("gradients that were computed again after unscaling are warned of") {
+  Warnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  const auto param = torch::zeros({1}).requires_grad_();
+  const auto other = torch::zeros({1}).requires_grad_();
+  torch::optim::SGD optimizer(Tensors{param}, torch::optim::SGDOptions(0.5));
+  torch::optim::SGD second(Tensors{other}, torch::optim::SGDOptions(0.5));
+  GradScaler scaler(GradScalerOptions().init_scale(64));
+  const auto backward = [&](const torch::Tensor& of) {
+    of.mutable_grad() = torch::Tensor();
+    scaler.scale(of.sum()).backward();
+  };
+
+  backward(param);
+  scaler.unscale_(optimizer);
+  backward(other);
+  scaler.step(second);
+  scaler.step(optimizer);
+  scaler.update();
+  CHECK(warnings.messages.empty());
+
+  for (const bool clips : {false, true}) {
+    warnings.messages.clear();
+    backward(param);
+    scaler.clip_grad_norm_(optimizer, 1);
+    backward(param);  // without an update of the scaler
+    if (clips) scaler.clip_grad_norm_(optimizer, 1);
+    scaler.step(optimizer);
+    scaler.update();
+    REQUIRE(warnings.messages.size() == 1);
+    CHECK_THAT(warnings.messages[0], ContainsSubstring("were computed again since they were unsc"));
+  }
+}
+
+TEST_CASE("a scaler that loads a state unscales the next gradients") {
+  const auto param = torch::zeros({1}).requires_grad_();
+  torch::optim::SGD optimizer(Tensors{param}, torch::optim::SGDOptions(0.5));
+  GradScaler scaler(GradScalerOptions().init_scale(64));
+  scaler.scale(param.sum()).backward();
+  scaler.unscale_(optimizer);
+  scaler.load_state_dict(scaler.state_dict());
+  param.mutable_grad() = torch::Tensor();
+  scaler.scale(param.sum()).backward();
+  scaler.step(optimizer);
+  CHECK(param.item<float>() == -0.5);
 }
 
 TEST_CASE("a gate steps a scheduler only after steps that were taken") {

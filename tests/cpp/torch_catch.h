@@ -1,4 +1,4 @@
-// Includes torch and Catch2 together, and lists the devices that tests run on.
+// Includes torch and Catch2 together, lists the devices that tests run on, and collects warnings.
 #pragma once
 
 #include <ampfuse/build_info.h>
@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 // torch's logging defines a CHECK that ends the process; tests use Catch2's CHECK.
@@ -24,3 +25,9 @@ inline std::vector<torch::Device> devices() {
   }
   return found;
 }
+
+/// Collects warnings instead of printing them, under a WarningHandlerGuard.
+struct Warnings : c10::WarningHandler {
+  void process(const c10::Warning& warning) override { messages.push_back(warning.msg()); }
+  std::vector<std::string> messages;
+};

@@ -60,7 +60,8 @@ inline at::Tensor as_tensor(double count) {
 ///     micro-batch is a torch::data::Example, or a pair of inputs and targets, with integer
 ///     targets, of which those that are not -100 count.
 /// \return The sum of the micro-batches' losses, detached, not scaled, on their device.
-/// \throws c10::ValueError if there is no micro-batch, or if a loss has more than one element.
+/// \throws c10::ValueError if there is no micro-batch, if a loss has more than one element, and if
+///     `step` has called scaler->scale().
 template <typename Step, typename MicroBatches, typename Count = CountTargets>
 at::Tensor accumulate(Step&& step, const MicroBatches& micro_batches, GradScaler* scaler = nullptr,
                       const Count& count = {}) {
@@ -73,9 +74,13 @@ at::Tensor accumulate(Step&& step, const MicroBatches& micro_batches, GradScaler
                     "accumulate: micro_batches: expected at least one, got none");
   at::Tensor total;
   for (const auto& micro_batch : micro_batches) {
+    const int64_t scaled = scaler ? detail::scaled_losses(*scaler) : 0;
     const at::Tensor loss = step(micro_batch, std::as_const(denominator));
     TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1,
                       "accumulate: step: expected a loss of one element, got ", loss.numel());
+    TORCH_CHECK_VALUE(!scaler || detail::scaled_losses(*scaler) == scaled,
+                      "accumulate: step has scaled the loss, which the scaler would scale again: "
+                      "return the loss as it is");
     (scaler ? scaler->scale(loss) : loss).backward();
     total = total.defined() ? total.add(loss.detach()) : loss.detach();
   }

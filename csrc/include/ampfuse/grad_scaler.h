@@ -24,6 +24,12 @@ class Module;
 namespace ampfuse {
 
 class FusedOptimizer;
+class GradScaler;
+
+namespace detail {
+/// Returns how many losses were scaled.
+AMPFUSE_API int64_t scaled_losses(const GradScaler& scaler);
+}  // namespace detail
 
 namespace amp {
 struct Inspection;
@@ -145,9 +151,9 @@ class AMPFUSE_API GradScaler {
   GradScaler& operator=(GradScaler&&) noexcept;
 
   /// Returns the outputs times the scale. The first call creates the scale on their device.
-  at::Tensor scale(const at::Tensor& outputs);
+  [[nodiscard]] at::Tensor scale(const at::Tensor& outputs);
   /// Returns each of the outputs times the scale.
-  std::vector<at::Tensor> scale(at::TensorList outputs);
+  [[nodiscard]] std::vector<at::Tensor> scale(at::TensorList outputs);
 
   /// Divides the gradients by the scale in place, to read or change them before step().
   ///
@@ -199,7 +205,8 @@ class AMPFUSE_API GradScaler {
   /// Returns the options.
   const GradScalerOptions& options() const;
   /// Returns the options. Factors, interval, limits and `dynamic` may be changed; the next update()
-  /// uses them. A changed `hysteresis` is used when the overflows that are left are refilled.
+  /// uses them. A changed `hysteresis` is used when the overflows that are left are refilled. Other
+  /// options are read by the constructor alone, so changing them has no effect.
   GradScalerOptions& options();
 
   /// Returns whether the last step was skipped, as a tensor on the device: bool, 0-dim.
@@ -208,11 +215,11 @@ class AMPFUSE_API GradScaler {
   bool was_skipped();
 
   /// Returns a gate that steps a learning rate scheduler only if the step was not skipped.
-  Gate gate(std::shared_ptr<torch::optim::LRScheduler> scheduler) const;
+  [[nodiscard]] Gate gate(std::shared_ptr<torch::optim::LRScheduler> scheduler) const;
 
   /// Returns the last updates, the oldest one first; at most as many as the option `history`. This
   /// makes one copy to the host, which waits for it.
-  std::vector<ScaleRecord> history() const;
+  [[nodiscard]] std::vector<ScaleRecord> history() const;
 
   /// Loads the history of another scaler. Call this after its state was loaded, which discards the
   /// present history.
@@ -220,15 +227,15 @@ class AMPFUSE_API GradScaler {
 
   /// Returns the names of the parameters with non-finite gradients in the last skipped step. The
   /// scaler remembers 16 steps, so call this when was_skipped() returns true. The host waits.
-  std::vector<std::string> overflow_report(const torch::nn::Module& model) const;
+  [[nodiscard]] std::vector<std::string> overflow_report(const torch::nn::Module& model) const;
   /// Returns the names of those of these parameters that had non-finite gradients in the last
   /// skipped step.
-  std::vector<std::string> overflow_report(
+  [[nodiscard]] std::vector<std::string> overflow_report(
       const torch::OrderedDict<std::string, at::Tensor>& named_parameters) const;
 
   /// Returns a state dictionary like Python's, made of numbers and strings, without the history. It
   /// is empty if the scaler is disabled.
-  c10::impl::GenericDict state_dict() const;
+  [[nodiscard]] c10::impl::GenericDict state_dict() const;
 
   /// Loads a state dictionary from this class, from the Python class, or from torch's scaler.
   /// Entries that torch does not save are optional: if one is missing, the present value stays.
@@ -245,6 +252,7 @@ class AMPFUSE_API GradScaler {
 
  private:
   friend class WeakScaler;
+  friend int64_t detail::scaled_losses(const GradScaler& scaler);
 
   /// Returns the state. Throws if the scaler was moved from.
   const std::shared_ptr<amp::ScalerState>& checked_state() const;

@@ -31,8 +31,8 @@ from ampfuse.optim.stepping import may_skip_on_device, step_with
 class DeviceScaler(ReportingScaler):
     """The base of `GradScaler`, which has the public methods."""
 
-    _has_announced = False  # True if a loss module has asked for the scale
-    _has_scaled = False  # True if a loss was scaled
+    _has_announced = False  # True if a loss module has asked for the scale since the last update
+    _has_scaled = False  # True if a loss was scaled since then
 
     # --- steps and updates ----------------------------------------------------------------------
 
@@ -58,9 +58,13 @@ class DeviceScaler(ReportingScaler):
                 self._check_inf_per_device(optimizer)
                 if (inspection := self._inspections.get(id(optimizer))) is not None:
                     limit = getattr(optimizer, "max_grad_norm", None)
-                    self._watch.note_limit(inspection.total_norms.values(), limit, scale)
+                    self._watch.note_limit(inspection, limit, scale)
             else:
                 self.unscale_(optimizer)
+                if (inspection := self._inspections.get(id(optimizer))) is not None:
+                    self._watch.note_limit(inspection, None, scale)
+        else:
+            self._watch.look_for_new_gradients(state)
         has_gradients = len(state["found_inf_per_device"]) > 0
         if not (has_gradients or takes_tensors or self.allow_no_grads):
             raise AssertionError(
@@ -75,6 +79,7 @@ class DeviceScaler(ReportingScaler):
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         else:
             result = optimizer.step(*args, **kwargs)
+        self._watch.note_plain_steps(optimizer, state, self._inspections.get(id(optimizer)))
         state["stage"] = OptState.STEPPED
         return result
 
@@ -141,7 +146,13 @@ class DeviceScaler(ReportingScaler):
             self._watch.look_for_steps_after_unscaling(
                 self._per_optimizer_states.values(), self._history
             )
+            # The first stages of a pipeline scale no loss.
+            may_scale = self.process_group is None and self._scales_by_itself()
+            self._watch.look_for_forgotten_losses(
+                self._per_optimizer_states.values(), self._has_scaled or not may_scale
+            )
             self._watch.note_update(scale)
+        self._has_announced = self._has_scaled = False
         self._per_optimizer_states.clear()
         self._inspections.clear()
         if self.max_consecutive_skips is not None:
@@ -173,6 +184,10 @@ class DeviceScaler(ReportingScaler):
         if self._enabled:
             self._per_optimizer_states.pop(id(optimizer), None)
             self._inspections.pop(id(optimizer), None)
+
+    def mistakes(self) -> list[str]:
+        """Return the texts of the warnings about mistakes that were given."""
+        return self._watch.warnings if self._enabled else []
 
     def only_scales(self) -> bool:
         """Return True if losses were scaled, and no gradients unscaled, by the scaler or others."""
@@ -253,17 +268,21 @@ class DeviceScaler(ReportingScaler):
 
     @eager_only
     def _check_scaled(self, funcname: str) -> None:
-        """Raise if only loss modules have used the scale, as torch does if nothing has.
+        """Raise if since the last update only loss modules have used the scale.
 
         A program that knows the scale may multiply by it, and so may a `scale` of its own class.
         """
         if self._has_scaled or not self._has_announced or self._watch.is_scale_known:
             return
-        if type(self).scale is type(self)._own_scale:  # type: ignore[attr-defined]
+        if self._scales_by_itself():
             raise AssertionError(
-                f"Attempted {funcname} but no loss was ever scaled, although a loss module with "
-                "scaler= was called. Did you call scaler.scale(loss).backward()?"
+                f"Attempted {funcname} but no loss was scaled since the last update, although a "
+                "loss module with scaler= was called. Did you call scaler.scale(loss).backward()?"
             )
+
+    def _scales_by_itself(self) -> bool:
+        """Return False if a derived class has a `scale` of its own."""
+        return type(self).scale is type(self)._own_scale  # type: ignore[attr-defined]
 
     def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Signals:
         """Record a step; return its signals, whose flag is on the scale's device."""

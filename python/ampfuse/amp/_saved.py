@@ -69,6 +69,8 @@ class SavedScaler(TorchGradScaler):
             self.policy, torchs = state.policy, state.torchs
             self._history.set_counts(state.counts)
             self._history.set_norms(state.norms)
+            self._per_optimizer_states.clear()  # the gradients of before are not used any more
+            self._inspections.clear()
         super().load_state_dict(torchs)
 
     def snapshot(self) -> ScalerSnapshot | None:

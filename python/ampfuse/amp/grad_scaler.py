@@ -162,7 +162,7 @@ class GradScaler(DeviceScaler):
         if not self._enabled:
             return outputs
         self._has_scaled = True
-        self._watch.note_scaled_loss(outputs, self._history)
+        self._watch.note_scaled_loss(outputs, self, self._history)
         return scaled(outputs, self._scale_on)
 
     _own_scale = scale  # derived classes may override scale
@@ -252,7 +252,12 @@ class GradScaler(DeviceScaler):
             (tensor(5.), tensor([0.6000, 0.8000]))
         """
         params = [param for group in groups_of(optimizer) for param in group["params"]]
-        if self._enabled and self._state_of(optimizer)["stage"] is not OptState.UNSCALED:
+        if not self._enabled:
+            return clip_grad_norm_(params, max_norm)
+        state = self._state_of(optimizer)
+        if state["stage"] is OptState.UNSCALED:
+            self._watch.look_for_new_gradients(state)
+        else:
             self.unscale_(optimizer)
             inspection = self._inspections.get(id(optimizer))
             total_norm = None if inspection is None else norm_for(params, inspection)

@@ -18,6 +18,7 @@ from ampfuse._graphs import eager_only, is_capturing
 from ampfuse._host_copy import HostCopy, number_in
 from ampfuse._nested import params_of
 from ampfuse._warning import warn_caller
+from ampfuse.gradients import _mistake_texts as texts
 from ampfuse.gradients.devices import largest
 from ampfuse.gradients.shards import local
 
@@ -38,36 +39,6 @@ LOSSES_KEPT = 3  # those of a GAN alternate
 LARGEST_SCALE_WITHOUT_INVERSE = 2.0**-128
 UPDATES_BETWEEN_LOOKS = 16
 
-CLIPPED_WHILE_SCALED = (
-    "gradients were clipped to max_norm={max_norm:g} while they were still multiplied by the loss "
-    "scale, {scale:g}, so they are almost zero after unscaling: call "
-    "scaler.clip_grad_norm_(optimizer, max_norm), or scaler.unscale_(optimizer) before clipping"
-)
-CLIPPED_TWICE = (
-    "gradients had been clipped to {max_norm:g} before the step while they were still multiplied "
-    "by the loss scale, so they are almost zero after unscaling: the optimizer's "
-    "max_grad_norm={max_norm:g} clips them inside the step; remove the other clipping"
-)
-NEVER_STEPPED = (
-    "a GradScaler has scaled {losses} losses, and all their parameters have changed, but "
-    "scaler.step(optimizer) was not called, so the gradients are still multiplied by the loss "
-    "scale: call scaler.step(optimizer) instead of optimizer.step(), and then scaler.update()"
-)
-STEPPED_BESIDE = (
-    "a GradScaler has scaled a loss, and all its parameters have changed, but by other steps than "
-    "scaler.step(optimizer), so their gradients are still multiplied by the loss scale: call "
-    "scaler.step(optimizer) for each optimizer, and then scaler.update()"
-)
-LOST_SCALE = (
-    "the loss scale has fallen to {scale:g}, at which each step is skipped, since gradients were "
-    "not finite at any scale: scaler.overflow_report(model) names their parameters, and "
-    "GradScaler(max_consecutive_skips=20) ends such a run sooner"
-)
-STEPPED_IN_SPITE = (
-    "optimizer.step() has taken a step although scaler.unscale_(optimizer) had found gradients "
-    "that are not finite: call scaler.step(optimizer) instead, which skips such steps"
-)
-
 
 class ClipRecord(NamedTuple):
     """The record of a gradient that was clipped."""
@@ -75,6 +46,24 @@ class ClipRecord(NamedTuple):
     version: int  # the gradient's version counter after clipping
     max_norm: float
     total_norm: Tensor  # norm before clipping; if it is a DTensor, this rank's part of it
+
+
+class Norms:
+    """Limits (None without one), scaled norms and scales of the first steps of a scaler."""
+
+    def __init__(self) -> None:
+        self.of_steps: list[tuple[float | None, HostCopy, HostCopy]] = []
+        self.are_judged = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if there are norms, and not all have arrived on the host."""
+        return len(self.of_steps) > 0 and not self.are_judged
+
+    def arrived(self) -> list[tuple[float, float | None, float]]:
+        """Return norms, limits and scales that have arrived."""
+        numbers = [(norm.number(), limit, scale.number()) for limit, norm, scale in self.of_steps]
+        return [(n, limit, s) for n, limit, s in numbers if n is not None and s is not None]
 
 
 _lock = threading.Lock()  # guards the next two: each thread may train its own model
@@ -101,15 +90,18 @@ class Watch:
     def __init__(self) -> None:
         self._steps = 0
         self._losses = 0  # scaled, up to LAST_LOSS
+        self._all_losses = 0  # scaled
+        self._unscaled_losses = 0  # updates in a row without a scaled loss
         self._params: list[list[tuple[Tensor, int]]] = []  # of the losses kept, with versions
         self._stepped: set[int] = set()  # ids of the parameters that the scaler steps or unscales
         self._updates = 0
         self._scale: HostCopy | None = HostCopy()  # None after the warning about it
         self._ignored_overflow = HostCopy()  # the flag of a step that the scaler did not take
         self._clipped: tuple[float, HostCopy, HostCopy] | None = None  # limit, norm and scale
-        self._norms: list[tuple[float, HostCopy, HostCopy]] = []  # limits, scaled norms, scales
+        self._with_limit, self._without_limit = Norms(), Norms()
+        self.warnings: list[str] = []  # those that were given
         self._has_warned_of_overflow = False
-        self.has_reported = False  # True after a warning, or if all norms were right
+        self.has_reported = False  # True after a warning about clipping
         self.is_done = False  # True if gradients need not be looked at any more
         self.is_scale_known = False  # True if the program may divide by the scale
 
@@ -124,18 +116,22 @@ class Watch:
         self.is_scale_known = True
 
     @eager_only
-    def note_scaled_loss(self, loss: Any, history: Any) -> None:
-        """Record that the scaler has scaled a loss: the next gradients are scaled.
+    def note_scaled_loss(self, loss: Any, scaler: Any, history: Any) -> None:
+        """Record that a scaler scales a loss: the next gradients are scaled.
 
         `history`: the scaler's, which knows steps in compiled code, too. Their parameters are not
         known, so nothing is said about steps without the scaler then.
         """
+        self._all_losses += 1
         if self._steps <= STEPS_WATCHED:
             with _lock:
                 _clips.clear()
                 if self._steps == 0:
                     _first_steps.add(self)
         if self._losses < LAST_LOSS:
+            factor = getattr(getattr(loss, "grad_fn", None), "_saved_other", None)
+            if factor is not None and factor is getattr(scaler, "_scale", None):
+                self._warn(texts.SCALED_TWICE)
             self._losses = LAST_LOSS if history.is_last_in_graph else self._losses + 1
             self._look_for_steps_without_scaler(loss)
 
@@ -160,9 +156,9 @@ class Watch:
             are_written = [all(param._version > then for param, then in one) for one in losses]
             if (False, True) in zip(are_own, are_written, strict=True):
                 if any(are_own):
-                    warn_caller(STEPPED_BESIDE)
+                    self._warn(texts.STEPPED_BESIDE)
                 elif not self._stepped:
-                    warn_caller(NEVER_STEPPED.format(losses=LAST_LOSS))
+                    self._warn(texts.NEVER_STEPPED.format(losses=LAST_LOSS))
 
     @eager_only
     def note_step(self, optimizer: Any) -> None:
@@ -172,11 +168,46 @@ class Watch:
 
     @eager_only
     def note_unscaling(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Record in the scaler's `state` how often a parameter was written before its step."""
+        """Record in the scaler's `state` which gradient was unscaled, and its parameter's version.
+
+        One parameter stands for all.
+        """
         self.note_step(optimizer)
         param = next((param for param in params_of(optimizer) if param.grad is not None), None)
         if param is not None and not param.is_inference():
             state["version"] = param, param._version
+            state["unscaled"] = param.grad, self._all_losses
+
+    @eager_only
+    def look_for_new_gradients(self, state: dict[str, Any]) -> None:
+        """Warn if a backward pass has put other gradients in place of those that were unscaled."""
+        if "unscaled" not in state or self._all_losses == state["unscaled"][1]:
+            return
+        grad = state["version"][0].grad
+        if grad is not None and grad is not state["unscaled"][0]:
+            del state["unscaled"]  # one warning is enough
+            self._warn(texts.COMPUTED_AGAIN)
+
+    @eager_only
+    def note_plain_steps(self, optimizer: Any, state: dict[str, Any], inspection: Any) -> None:
+        """Record in the scaler's `state` how many steps the optimizer has taken without a scaler.
+
+        Only ampfuse's optimizers, whose steps may leave gradients scaled, count them.
+        """
+        is_scaled = inspection is not None and inspection.is_scaled
+        if is_scaled and (slot := getattr(optimizer, "_slot", None)) is not None:
+            state["slot"] = slot, slot.plain_steps
+
+    @eager_only
+    def look_for_forgotten_losses(self, states: Iterable[dict[str, Any]], has_scaled: bool) -> None:
+        """Warn if no loss was scaled for some updates, or if an optimizer has stepped twice."""
+        self._unscaled_losses = 0 if has_scaled else self._unscaled_losses + 1
+        if self._unscaled_losses == STEPS_WATCHED and not self.is_scale_known:
+            self._warn(texts.FORGOTTEN.format(steps=STEPS_WATCHED))
+        slots = [state["slot"] for state in states if "slot" in state]
+        has_stepped_twice = any(slot.plain_steps > then for slot, then in slots)
+        if has_stepped_twice and texts.STEPPED_TWICE not in self.warnings:
+            self._warn(texts.STEPPED_TWICE)
 
     @eager_only
     def look_for_steps_after_unscaling(
@@ -199,7 +230,7 @@ class Watch:
             self._ignored_overflow.send(found_inf)
         if self._ignored_overflow.number():
             self._has_warned_of_overflow = True
-            warn_caller(STEPPED_IN_SPITE)
+            self._warn(texts.STEPPED_IN_SPITE)
 
     @eager_only
     def note_update(self, scale: Tensor) -> None:
@@ -210,7 +241,7 @@ class Watch:
         number = self._scale.number() if scale.is_cuda else number_in(scale)
         if number is not None and number <= LARGEST_SCALE_WITHOUT_INVERSE:
             self._scale = None
-            warn_caller(LOST_SCALE.format(scale=number))
+            self._warn(texts.LOST_SCALE.format(scale=number))
         elif scale.is_cuda and not is_capturing():
             self._scale.send(scale)
 
@@ -236,20 +267,24 @@ class Watch:
                     copied_to_host(scale),
                 )
         self._report()
-        is_waiting = self._clipped is not None or len(self._norms) > 0
+        is_waiting = self._clipped is not None or self._with_limit.is_waiting
         self.is_done = self._steps > STEPS_WATCHED and (self.has_reported or not is_waiting)
 
     @eager_only
-    def note_limit(self, norms: Iterable[Tensor], limit: float | None, scale: Tensor) -> None:
-        """Record the norm of scaled gradients, and the limit that the optimizer clips to."""
-        if limit is None or self.has_reported or is_capturing():
+    def note_limit(self, inspection: Any, limit: float | None, scale: Tensor) -> None:
+        """Record the norm of scaled gradients, and the optimizer's own limit, or None."""
+        norms = self._without_limit if limit is None else self._with_limit
+        if self.has_reported or norms.are_judged or is_capturing():
             return
-        found = list(norms)
+        if limit is None and self.is_scale_known:
+            return
+        found = list(inspection.total_norms.values())
         if len(found) != 1:
             return
-        (scaled_norm,) = found
-        if len(self._norms) < STEPS_WATCHED and has_number(scaled_norm) and has_number(scale):
-            self._norms.append((limit, copied_to_host(scaled_norm), copied_to_host(scale)))
+        (norm,) = found
+        if len(norms.of_steps) < STEPS_WATCHED and has_number(norm) and has_number(scale):
+            scaled_norm = norm if inspection.is_scaled else norm * scale
+            norms.of_steps.append((limit, copied_to_host(scaled_norm), copied_to_host(scale)))
         self._report()
 
     def _report(self) -> None:
@@ -261,16 +296,28 @@ class Watch:
             if norm is not None and scale is not None:
                 self._clipped = None  # a norm below the limit was not clipped: look again
                 if max_norm < min(norm, FAR_BELOW_THE_SCALE * scale):
-                    self._warn(CLIPPED_WHILE_SCALED.format(max_norm=max_norm, scale=scale))
-        elif len(self._norms) == STEPS_WATCHED:
-            checks = [(limit, norm.number(), scale.number()) for limit, norm, scale in self._norms]
-            arrived = [(n, limit, s) for limit, n, s in checks if n is not None and s is not None]
-            self.has_reported = len(arrived) == STEPS_WATCHED
-            if self.has_reported and all(was_clipped(*check) for check in arrived):
-                self._warn(CLIPPED_TWICE.format(max_norm=checks[0][0]))
+                    self._report_once(
+                        texts.CLIPPED_WHILE_SCALED.format(max_norm=max_norm, scale=scale)
+                    )
+            return
+        for norms in (self._with_limit, self._without_limit):
+            arrived = norms.arrived()
+            if len(arrived) < STEPS_WATCHED or norms.are_judged:
+                continue
+            norms.are_judged = True
+            # Without a limit, gradients that have the same norm in each step were clipped to it.
+            first_norm, limit, scale = arrived[0]
+            clipped_to = first_norm if limit is None else limit
+            if all(was_clipped(norm, clipped_to, s) for norm, _, s in arrived):
+                text = texts.CLIPPED_WHILE_SCALED if limit is None else texts.CLIPPED_TWICE
+                self._report_once(text, clipped_to, scale)
+
+    def _report_once(self, text: str, max_norm: float, scale: float) -> None:
+        self.has_reported = True
+        self._warn(text.format(max_norm=max_norm, scale=scale))
 
     def _warn(self, text: str) -> None:
-        self.has_reported = True
+        self.warnings.append(text)
         warn_caller(text)
 
 

@@ -103,6 +103,9 @@ class Slot:
     The compiler traces it, which it does not do with attributes of optimizers.
     """
 
+    plain_steps = 0
+    """Number of steps that were taken without a scale, in eager code."""
+
     def __init__(self) -> None:
         self.signals: Signals | None = None
 

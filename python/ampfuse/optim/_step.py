@@ -32,7 +32,7 @@ def take_step(optimizer: Any) -> None:
             step_columns(optimizer, group, of_device, signals.grad_scale, found_inf, clipping)
             if of_device.copied:
                 of_device.write_back()
-    note_step(optimizer, columns)
+    note_step(optimizer, columns, signals)
 
 
 def refuse_limits_in_zero(optimizer: Any, limits: list[float | None]) -> None:
@@ -103,7 +103,9 @@ def step_columns(
 
 
 @eager_only
-def note_step(optimizer: Any, columns: list[list[Columns]]) -> None:
+def note_step(optimizer: Any, columns: list[list[Columns]], signals: Signals) -> None:
     """Record the step that was just taken."""
+    if signals.grad_scale is None and signals.found_inf is None:
+        optimizer._slot.plain_steps += 1
     optimizer._columns.note_step()
     optimizer._written.note_step(columns)

@@ -42,6 +42,7 @@ def report(
         try:
             if diagnosis.clock.steps and scaler.only_scales():
                 hints.append(ONLY_SCALES)
+            hints += scaler.mistakes()
             scalers.append(_describe_scaler(scaler))
         except Exception as error:  # for example a GPU error that the program has caused
             hints.append(f"The record of a scaler cannot be read: {error}")
