@@ -31,6 +31,16 @@ std::string names_of_parts(const Dict& parts) {
   return c10::Join(", ", names);
 }
 
+// Warns of what is in the checkpoint and was not asked for.
+void warn_of_parts_left(const Dict& parts, const Objects& objects, const std::string& folder) {
+  std::set<std::string> left;
+  for (const auto& part : parts) left.insert(part.key().toStringRef());
+  for (const char* not_an_object : {"rng", "values"}) left.erase(not_an_object);
+  for (const auto& object : objects) left.erase(object.first);
+  if (left.empty()) return;
+  TORCH_WARN("load: ", folder, "it has ", c10::Join(", ", left), ", too, which is not loaded");
+}
+
 Mistakes mistakes_of(const Object& object, const at::IValue& part, const Index& index) {
   Mistakes mistakes;
   std::visit(
@@ -94,6 +104,7 @@ Loaded load(const fs::path& path, const Objects& objects, std::optional<bool> rn
     parts[name] = *part;
     resumes |= std::holds_alternative<torch::optim::Optimizer*>(object.get());
   }
+  if (resumes) warn_of_parts_left(stored, objects, folder);
   const auto random = random_part(reader, rng, resumes);
   if (random) add_tensors_of(*random, needed);
 

@@ -15,6 +15,13 @@ namespace ampfuse {
 
 namespace {
 
+void check_defined(const char* argument, at::TensorList tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TORCH_CHECK_TYPE(tensors[i].defined(), argument, "[", i,
+                     "]: expected a tensor, got an undefined one");
+  }
+}
+
 std::vector<at::Tensor> gradients(at::TensorList parameters) {
   std::vector<at::Tensor> grads;
   grads.reserve(parameters.size());
@@ -37,6 +44,7 @@ at::Tensor total_norm_of(at::TensorList tensors, double norm_type) {
 
 at::Tensor get_total_norm(at::TensorList tensors, double norm_type, bool error_if_nonfinite) {
   const c10::NoGradGuard no_grad;
+  check_defined("tensors", tensors);
   const at::Tensor total = total_norm_of(tensors, norm_type);
   TORCH_CHECK(!error_if_nonfinite || std::isfinite(total.item<double>()),
               "The total norm of order ", norm_type,
@@ -49,6 +57,7 @@ void clip_grads_with_norm_(at::TensorList parameters, double max_norm,
                            const at::Tensor& total_norm) {
   const c10::NoGradGuard no_grad;
   TORCH_CHECK_TYPE(total_norm.defined(), "clip_grads_with_norm_: total_norm: expected a tensor");
+  check_defined("parameters", parameters);
   for (const at::Tensor& parameter : parameters) resolve_conjugate_grad(parameter);
   const std::vector<DeviceTensors> lists = by_device(gradients(parameters));
   for (const DeviceTensors& list : lists) check_writable_tensors("multi_tensor_clip", list.tensors);
@@ -61,6 +70,7 @@ void clip_grads_with_norm_(at::TensorList parameters, double max_norm,
 
 at::Tensor clip_grad_norm_(at::TensorList parameters, double max_norm, double norm_type,
                            bool error_if_nonfinite) {
+  check_defined("parameters", parameters);
   const std::vector<at::Tensor> grads = gradients(parameters);
   const at::Tensor total_norm = get_total_norm(grads, norm_type, error_if_nonfinite);
   clip_grads_with_norm_(parameters, max_norm, total_norm);

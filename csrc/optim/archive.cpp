@@ -148,8 +148,10 @@ void FusedOptimizer::load(InputArchive& archive) {
   const c10::NoGradGuard no_grad;
   InputArchive states;
   InputArchive groups;
-  archive.read("state", states);
-  archive.read("param_groups", groups);
+  TORCH_CHECK_VALUE(archive.try_read("state", states) && archive.try_read("param_groups", groups),
+                    "loaded state dict: expected the archive of an optimizer, which has a state "
+                    "and param_groups; got one with ",
+                    c10::Join(", ", archive.keys()));
   TORCH_CHECK_VALUE(read_size(groups, "param_groups/size") == param_groups_.size(),
                     "loaded state dict has a different number of parameter groups");
   std::vector<SavedGroup> saved;

@@ -6,6 +6,7 @@
 
 #include "../tensors/capture.h"
 #include "../tensors/device_scalars.h"
+#include "../tensors/float_dtypes.h"
 #include "../tensors/host_copy.h"
 #include "../tensors/tensor_list.h"
 #include "clip.h"
@@ -33,19 +34,23 @@ std::vector<GroupSettings> checked_settings(
   return settings;
 }
 
-// Throws unless each parameter of the new group is in it once, and in no other group.
-void check_new_params(const torch::optim::OptimizerParamGroup& group,
-                      const std::vector<torch::optim::OptimizerParamGroup>& groups) {
-  std::unordered_set<const void*> known;
-  for (const auto& earlier : groups) {
-    for (const at::Tensor& param : earlier.params()) known.insert(param.unsafeGetTensorImpl());
-  }
+using KnownParams = std::unordered_set<const void*>;
+
+// Adds the parameters of a group to those that are known. Throws if one is known already.
+void add_new_params(const torch::optim::OptimizerParamGroup& group, size_t group_index,
+                    KnownParams& known) {
   for (size_t i = 0; i < group.params().size(); ++i) {
     TORCH_CHECK_VALUE(known.insert(group.params()[i].unsafeGetTensorImpl()).second,
                       "some parameters appear in more than one parameter group, or twice in one: "
                       "parameter ",
-                      i, " of group ", groups.size());
+                      i, " of group ", group_index);
   }
+}
+
+size_t number_of_params(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  size_t params = 0;
+  for (const auto& group : groups) params += group.params().size();
+  return params;
 }
 
 void check_scalar(const char* name, const std::optional<at::Tensor>& scalar) {
@@ -177,12 +182,24 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& gr
   const GroupSettings settings = rule_->checked_settings(options, index);
   optim::check_initial(settings);
   optim::check_params(group, settings, index, *rule_);
-  check_new_params(group, param_groups_);
+  KnownParams known;
+  for (const auto& earlier : param_groups_) {
+    for (const at::Tensor& param : earlier.params()) known.insert(param.unsafeGetTensorImpl());
+  }
+  add_new_params(group, index, known);
   rule_->check_new(options);
   Optimizer::add_param_group(group);
   // torch 2.15 merges a group's options with the defaults. It can do so only for its own classes of
   // options, and drops those of other classes.
   if (group.has_options()) param_groups_.back().set_options(group.options().clone());
+}
+
+// torch's add_param_group, which is not virtual, does not check whether a parameter is known.
+void FusedOptimizer::check_repeats() {
+  if (number_of_params(param_groups_) == params_checked_) return;
+  KnownParams known;
+  for (size_t i = 0; i < param_groups_.size(); ++i) add_new_params(param_groups_[i], i, known);
+  params_checked_ = known.size();
 }
 
 at::Tensor FusedOptimizer::step(LossClosure closure) {
@@ -194,6 +211,7 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
   const c10::NoGradGuard no_grad;
   check_scalar("grad_scale", grad_scale);
   check_scalar("found_inf", found_inf);
+  check_repeats();
   const auto settings = checked_settings(param_groups_, max_grad_norm, *rule_);
   adopt_written_params();
   std::vector<GroupLists> groups;
@@ -294,6 +312,7 @@ void FusedOptimizer::for_each_float_master(
     for (const at::Tensor& param : group.params()) {
       const FusedParamState* state = optim::find_state(state_, param);
       if (!state || !state->master_param().defined()) continue;
+      if (!is_16bit(param.scalar_type())) continue;  // the model was cast, so the step is refused
       if (state->master_param().scalar_type() == at::kFloat) visit(param, state->master_param());
     }
   }

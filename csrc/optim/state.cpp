@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/serialize/archive.h>
 
+#include "../tensors/dtype_name.h"
 #include "../tensors/float_dtypes.h"
 
 namespace ampfuse {
@@ -147,6 +148,11 @@ FusedParamState* ensure_state(StateMap& states, const at::Tensor& param,
     ensure_moment(moments[i].tensor, param,
                   i == 0 ? moment_dtype(param, settings) : moments[0].tensor.scalar_type());
   }
+  TORCH_CHECK_TYPE(!state->master_param().defined() || is_16bit(param.scalar_type()),
+                   "a parameter of shape ", param.sizes(), " has a master, but it is ",
+                   dtype_name(param.scalar_type()),
+                   " now. If the model was cast after a step, "
+                   "cast it back, or make a new optimizer");
   if (of_master && !state->master_param().defined()) {
     state->master_param(new_master(param, *of_master));
   }

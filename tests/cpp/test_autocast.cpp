@@ -31,7 +31,7 @@ TEST_CASE("autocast settings and nesting are restored after an exception") {
   try {
     const AutocastGuard outer(at::kCPU, at::kHalf, true, /*cache_enabled=*/false);
     CHECK(dtype_of_product() == at::kHalf);
-    const AutocastGuard inner(at::kCPU, at::kBFloat16);
+    const AutocastGuard inner(torch::Device("cpu"), at::kBFloat16);
     CHECK(dtype_of_product() == at::kBFloat16);
     CHECK(!AutocastState::capture(at::kCPU).cache_enabled);  // inherited
     const AutocastGuard off(at::kCPU, std::nullopt, /*enabled=*/false);

@@ -83,6 +83,22 @@ TEST_CASE("a checkpoint keeps the model whose holder is assigned to", "[checkpoi
   CHECK(at::equal(loaded->weight, weight));
 }
 
+TEST_CASE("a load with an optimizer warns of what is left in the checkpoint", "[checkpoint]") {
+  const Folder folder;
+  torch::nn::Linear model(2, 2);
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+  GradScaler scaler;
+  checkpoint::save(folder.path, 1,
+                   {{"model", model}, {"optimizer", optimizer}, {"scaler", scaler}});
+  Warnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  checkpoint::load(folder.path, {{"model", model}});
+  CHECK(warnings.messages.empty());
+  checkpoint::load(folder.path, {{"model", model}, {"optimizer", optimizer}});
+  REQUIRE(warnings.messages.size() == 1);
+  CHECK_THAT(warnings.messages[0], ContainsSubstring("it has scaler, too, which is not loaded"));
+}
+
 TEST_CASE("objects that cannot be held are refused", "[checkpoint]") {
   torch::nn::LinearImpl on_the_stack(2, 2);
   CHECK_THAT(error_of([&] { Object object(on_the_stack); }),

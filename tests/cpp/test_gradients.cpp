@@ -103,6 +103,14 @@ TEST_CASE("clip_grad_norm_ clips as torch's does and returns a tensor") {
   CHECK(ampfuse::clip_grad_norm_({torch::zeros({2})}, 1.0).item<float>() == 0);  // no gradient
 }
 
+TEST_CASE("an undefined tensor in a list of gradients or parameters is refused") {
+  const std::vector<torch::Tensor> tensors = {torch::ones({2}), torch::Tensor()};
+  CHECK_THROWS_WITH(ampfuse::clip_grad_norm_(tensors, 1),
+                    ContainsSubstring("parameters[1]: expected a tensor, got an undefined one"));
+  CHECK_THROWS_WITH(ampfuse::get_total_norm(tensors),
+                    ContainsSubstring("tensors[1]: expected a tensor, got an undefined one"));
+}
+
 TEST_CASE("clip_grad_norm_ with error_if_nonfinite throws before it changes gradients") {
   const auto params = parameters_with_grads(torch::kCPU);
   params[2].grad()[7] = std::nanf("");
@@ -137,7 +145,7 @@ TEST_CASE("clipping and steps take conjugate gradients, which autograd makes") {
     for (const auto& param : {ours, plain}) {
       torch::optim::SGD optimizer({param}, 0.1);
       ampfuse::GradScaler scaler;
-      scaler.scale(torch::ones({}));
+      std::ignore = scaler.scale(torch::ones({}));
       scaler.unscale_(optimizer);
     }
     CHECK(torch::equal(ours.grad(), plain.grad()));

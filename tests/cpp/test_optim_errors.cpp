@@ -93,6 +93,28 @@ TEST_CASE("a group with invalid options, or with a parameter that is known, is n
   CHECK(optimizer.param_groups().size() == 2);
 }
 
+TEST_CASE("a parameter that torch's add_param_group has added twice is refused by the step") {
+  const auto param = torch::ones({2}).requires_grad_();
+  ampfuse::AdamW optimizer(Tensors{param});
+  param.mutable_grad() = torch::ones({2});
+  torch::optim::Optimizer& base = optimizer;
+  base.add_param_group(group_of(param, AdamWOptions()));
+  CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("parameter 0 of group 1"));
+  CHECK(param.eq(1).all().item<bool>());
+}
+
+TEST_CASE("a model that was cast to float after a step keeps its masters, and the step throws") {
+  const auto param = torch::ones({2}, torch::kBFloat16).requires_grad_();
+  ampfuse::AdamW optimizer(Tensors{param});
+  param.mutable_grad() = torch::ones({2}, torch::kBFloat16);
+  optimizer.step();
+  const torch::Tensor master = optimizer.master_params()[0].clone();
+  param.set_data(param.detach().to(torch::kFloat));
+  param.mutable_grad() = torch::ones({2});
+  CHECK_THROWS_WITH(optimizer.step(), ContainsSubstring("If the model was cast after a step"));
+  check_same_bits(optimizer.master_params(), {master});
+}
+
 TEST_CASE("fp16 parameters with remainders are refused") {
   const Tensors params = {torch::ones({1}, torch::kBFloat16), torch::ones({1}, torch::kHalf)};
   CHECK_THROWS_WITH(

@@ -170,7 +170,7 @@ TEST_CASE("a scaler unscales, clips and skips in the step of SGD") {
       feed(params, number, scale);
       const Tensors before = gradients_of(params);
       if (overflow) params[2].grad()[7] = std::numeric_limits<float>::infinity();
-      scaler.scale(torch::ones({}, device));
+      std::ignore = scaler.scale(torch::ones({}, device));
       scaler.step(optimizer);
       scaler.update();
       CHECK(scaler.was_skipped() == overflow);

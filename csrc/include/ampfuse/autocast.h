@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ampfuse/export.h>
+#include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -21,7 +22,7 @@ struct AMPFUSE_API AutocastState {
   bool cache_enabled;          ///< true if weights that were cast are kept for the next use
 
   /// Returns the current settings of this thread.
-  static AutocastState capture(at::DeviceType device_type);
+  [[nodiscard]] static AutocastState capture(at::DeviceType device_type);
 };
 
 /// Sets autocast for one type of device until the end of the scope, as torch.autocast does in
@@ -53,6 +54,13 @@ class AMPFUSE_API AutocastGuard {
                                        std::optional<at::ScalarType> dtype = std::nullopt,
                                        bool enabled = true,
                                        std::optional<bool> cache_enabled = std::nullopt);
+
+  /// Sets autocast for the type of a device, for example of torch::Device("cuda:0").
+  [[nodiscard]] explicit AutocastGuard(at::Device device,
+                                       std::optional<at::ScalarType> dtype = std::nullopt,
+                                       bool enabled = true,
+                                       std::optional<bool> cache_enabled = std::nullopt)
+      : AutocastGuard(device.type(), dtype, enabled, cache_enabled) {}
 
   /// Sets the captured settings.
   [[nodiscard]] explicit AutocastGuard(const AutocastState& state);

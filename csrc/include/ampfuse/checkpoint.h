@@ -156,7 +156,8 @@ class AMPFUSE_API Saving {
 /// the folder has no complete checkpoint.
 ///
 /// \throws Error for a folder that cannot be read.
-AMPFUSE_API std::optional<std::filesystem::path> latest(const std::filesystem::path& run);
+[[nodiscard]] AMPFUSE_API std::optional<std::filesystem::path> latest(
+    const std::filesystem::path& run);
 
 /// Writes a checkpoint into the folder of a run. Optimizers are saved with masters, scalers with
 /// their history. The host waits for the copies of tensors on a GPU. If another save of this

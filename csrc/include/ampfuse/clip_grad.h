@@ -12,8 +12,8 @@ namespace ampfuse {
 /// \param error_if_nonfinite If true, the host waits for the norm, and throws unless it is finite.
 /// \return A 0-dim tensor on the first tensor's device. It is 0 on the CPU for an empty list.
 /// \throws c10::Error if `error_if_nonfinite` is set and the norm is NaN or infinite.
-AMPFUSE_API at::Tensor get_total_norm(at::TensorList tensors, double norm_type = 2.0,
-                                      bool error_if_nonfinite = false);
+[[nodiscard]] AMPFUSE_API at::Tensor get_total_norm(at::TensorList tensors, double norm_type = 2.0,
+                                                    bool error_if_nonfinite = false);
 
 /// Multiplies gradients in place by min(1, max_norm / (total_norm + 1e-6)).
 ///

@@ -84,11 +84,12 @@ struct CrossEntropyWithMetrics {
 /// \throws c10::IndexError for a target that is out of range, on the CPU. On a GPU the loss of its
 ///     row is NaN, and a later call throws.
 /// \throws c10::ValueError or c10::TypeError for invalid arguments.
-AMPFUSE_API at::Tensor cross_entropy(const at::Tensor& input, const at::Tensor& target,
-                                     const CrossEntropyOptions& options = {});
+[[nodiscard]] AMPFUSE_API at::Tensor cross_entropy(const at::Tensor& input,
+                                                   const at::Tensor& target,
+                                                   const CrossEntropyOptions& options = {});
 
 /// Computes cross_entropy, and metrics of each row in the same pass over the logits.
-AMPFUSE_API CrossEntropyWithMetrics cross_entropy_with_metrics(
+[[nodiscard]] AMPFUSE_API CrossEntropyWithMetrics cross_entropy_with_metrics(
     const at::Tensor& input, const at::Tensor& target, const CrossEntropyOptions& options = {});
 
 /// Computes cross_entropy for logits that are not needed afterwards: their gradient overwrites

@@ -80,8 +80,8 @@ struct AMPFUSE_API FusedParamState : torch::optim::OptimizerParamState {
 class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
  public:
   /// Adds a group. If it has options, they are used unchanged. Call this function on an optimizer
-  /// of ampfuse, not on its base class: torch's function of this name is not virtual, does not
-  /// check the group, and drops the options in torch 2.15.
+  /// of ampfuse, not on its base class: torch's function of this name is not virtual, leaves the
+  /// checks to the next step, and drops the options in torch 2.15.
   ///
   /// \throws c10::ValueError for options out of range, and for a parameter that is in the optimizer
   ///     already. The group is not added then.
@@ -96,12 +96,12 @@ class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
   /// Returns the norm of the last step's unscaled gradients before clipping: a copy, 0-dim, on
   /// their device. Groups that have a limit of their own are not part of it. It is undefined before
   /// the first step, and without a `max_grad_norm`.
-  at::Tensor grad_norm() const;
+  [[nodiscard]] at::Tensor grad_norm() const;
 
   /// Returns the values that steps update, in the order of the parameters. For a parameter with a
   /// master this is the master, for one with a remainder a new float tensor of the values that it
   /// represents, and otherwise the parameter itself.
-  std::vector<at::Tensor> master_params() const;
+  [[nodiscard]] std::vector<at::Tensor> master_params() const;
 
   /// Resets all masters to their parameters. The bits that the parameters lack are lost.
   void sync_masters_from_model();
@@ -117,8 +117,7 @@ class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
   /// has masters, the parameters are set to them, except 16-bit parameters with kOff.
   ///
   /// \throws c10::Error if groups or shapes differ, and for an archive of another optimizer.
-  /// Nothing
-  ///     is loaded then.
+  ///     Nothing is loaded then.
   void load(torch::serialize::InputArchive& archive) override;
 
   /// Limit of the joint norm of all groups that have no limit of their own. The constructor moves
@@ -155,6 +154,7 @@ class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
     }
   };
 
+  void check_repeats();
   ParamWrites param_writes() const;
   void adopt_written_params();
   void warn_of_written_params();
@@ -162,6 +162,7 @@ class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
       const std::function<void(const at::Tensor& param, const at::Tensor& master)>& visit) const;
 
   const OptimizerRule* rule_;  // what differs between the optimizers
+  size_t params_checked_ = 0;  // number of parameters that were checked for repeats
   at::Tensor grad_norm_;
   std::vector<uintptr_t> checked_;  // properties of the tensors that the op has accepted
   std::optional<ParamWrites> writes_after_step_;

@@ -96,13 +96,13 @@ AMPFUSE_API std::ostream& operator<<(std::ostream& stream,
 /// \return The loss: float, or double for double tensors. Its shape is [...] for the reduction
 ///     "none", else 0-dim.
 /// \throws c10::IndexError, c10::ValueError or c10::TypeError in the same cases as cross_entropy.
-AMPFUSE_API at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
-                                            const at::Tensor& target,
-                                            const std::optional<at::Tensor>& bias = std::nullopt,
-                                            const LinearCrossEntropyOptions& options = {});
+[[nodiscard]] AMPFUSE_API at::Tensor linear_cross_entropy(
+    const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+    const std::optional<at::Tensor>& bias = std::nullopt,
+    const LinearCrossEntropyOptions& options = {});
 
 /// Computes linear_cross_entropy, and metrics of each row from the same logits.
-AMPFUSE_API CrossEntropyWithMetrics linear_cross_entropy_with_metrics(
+[[nodiscard]] AMPFUSE_API CrossEntropyWithMetrics linear_cross_entropy_with_metrics(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
     const std::optional<at::Tensor>& bias = std::nullopt,
     const LinearCrossEntropyOptions& options = {});
