@@ -151,6 +151,8 @@ def run_all(commands: dict[str, list[str]], steps: int, console: Console) -> dic
         task = progress.add_task("", total=len(commands) * steps)
         for name, command in commands.items():
             progress.update(task, description=name)
+            if not console.is_terminal:  # which shows no progress
+                print(f"{name}: training", file=sys.stderr)
             reports[name] = _run(command, lambda: progress.advance(task))
     return reports
 

@@ -296,9 +296,7 @@ class Watch:
             if norm is not None and scale is not None:
                 self._clipped = None  # a norm below the limit was not clipped: look again
                 if max_norm < min(norm, FAR_BELOW_THE_SCALE * scale):
-                    self._report_once(
-                        texts.CLIPPED_WHILE_SCALED.format(max_norm=max_norm, scale=scale)
-                    )
+                    self._report_once(texts.CLIPPED_WHILE_SCALED, max_norm, scale)
             return
         for norms in (self._with_limit, self._without_limit):
             arrived = norms.arrived()

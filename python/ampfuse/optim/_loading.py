@@ -20,6 +20,7 @@ from ampfuse.optim._checks import (
     check_tensor,
     kind_of,
 )
+from ampfuse.optim._columns import is_plain
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._rule import Rule, StateOptions
 from ampfuse.optim.options import (
@@ -110,6 +111,7 @@ def new_states(
     for key, (param, _, index) in found.items():
         if key in saved["state"]:
             check_saved(rule, saved["state"][key], param, index)
+    refuse_other_order(found, saved["state"])
     new = {
         param: _new_state(rule, saved["state"][key], param, rule.state_options(group, own_options))
         for key, (param, group, _) in found.items()
@@ -118,6 +120,34 @@ def new_states(
     if is_called_from(DCP):  # which loads the parameters by itself, before or after the optimizer
         new = {param: state._replace(param=None) for param, state in new.items()}
     return new
+
+
+def refuse_other_order(found: dict[Any, Owner], states: dict[Any, dict[str, Any]]) -> None:
+    """Raise if a master that would be written to its parameter is the value of another one.
+
+    States belong to parameters by their order. An optimizer that is made with another order of the
+    parameters would move the weights of a model that was loaded before.
+    """
+    masters = [
+        (param, index, states[key]["master_param"])
+        for key, (param, _, index) in found.items()
+        if key in states and isinstance(states[key].get("master_param"), Tensor)
+    ]
+    for param, index, master in masters:
+        if not is_plain(param) or not is_plain(master) or param.is_meta or master.is_meta:
+            return
+        value = master.to(param.device, param.dtype)
+        if torch.equal(value, param) or bool((value == value.flatten()[0]).all()):
+            continue  # norms and biases may be constant, and alike
+        for other, other_index, _ in masters:
+            is_alike = other.dtype == value.dtype and other.device == value.device
+            if other is not param and is_alike and torch.equal(other, value):
+                raise ValueError(
+                    f"loaded state dict: the master of parameter {index} is the value of parameter "
+                    f"{other_index}: make the optimizer with its parameters in the order that they "
+                    "had when it was saved"
+                )
+        return  # the model was not loaded before, so nothing is known
 
 
 def _new_state(rule: Rule, saved: dict[str, Any], param: Tensor, options: StateOptions) -> NewState:

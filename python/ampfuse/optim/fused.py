@@ -259,6 +259,9 @@ class FusedOptimizer(Optimizer):
     def master_params(self) -> Iterator[Tensor]:
         """Iterate over the tensors that hold the full precision, in the order of the parameters.
 
+        If other code has written parameters since the last step, call `sync_masters_from_model`
+        first.
+
         Yields:
             A parameter's float32 master, a new float32 tensor if the parameter has a remainder, or
             else the parameter itself.

@@ -83,6 +83,8 @@ def check_options(rule: Rule, options: dict[str, Any]) -> None:
             raise ValueError("Tensor lr must be 1-element")
     elif not is_number(lr):
         raise TypeError(f"lr: expected a number or a tensor, got {described(lr)}")
+    elif lr != lr:  # NaN; isnan refuses very large ints
+        raise ValueError(f"Invalid learning rate: {lr}")
     for name in rule.numbers:
         if not is_number(options[name]):
             raise TypeError(f"{name}: expected a number, got {described(options[name])}")
@@ -90,7 +92,7 @@ def check_options(rule: Rule, options: dict[str, Any]) -> None:
         if not is_flag(options[name]):
             raise TypeError(f"{name}: expected a bool, got {described(options[name])}")
     rule.check(options)
-    if options["weight_decay"] != options["weight_decay"]:  # NaN; isnan refuses very large ints
+    if options["weight_decay"] != options["weight_decay"]:
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
     check_ours(rule, options)
 

@@ -141,7 +141,7 @@ def drop_norms(signals: Signals) -> Signals:
 def makes_momentum(optimizer: Any) -> bool:
     """Return True if this step of torch's fused SGD makes momentum buffers."""
     return isinstance(optimizer, SGD) and any(
-        group["fused"]
+        group.get("fused")  # ampfuse's SGD has no such option
         and group["momentum"] != 0
         and any(
             param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None

@@ -254,6 +254,14 @@ def test_monitor_can_be_used_again_and_counts_the_steps_of_the_first_optimizer()
     assert str(monitor) == "9 steps are too few to tell whether memory grows"
 
 
+def test_steps_that_follow_fast_are_enough_to_tell_whether_memory_grows():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    monitor = Monitor()
+    for _ in range(25):
+        monitor.end_step(optimizer)
+    assert str(monitor) == "no growth over 25 steps"
+
+
 def test_old_samples_are_thinned_out(monkeypatch):
     monkeypatch.setattr(monitor_module, "LEAST_SPACING", 0)
     monkeypatch.setattr(monitor_module, "KEPT", 8)

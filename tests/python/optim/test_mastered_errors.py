@@ -15,8 +15,9 @@ from torch.nn import Parameter
         (torch.optim.LBFGS, "whose step needs no closure, got LBFGS"),
         (lambda groups: None, "a function that returns an optimizer, got None"),
         (lambda groups: torch.optim.RMSprop([Parameter(torch.ones(2))]), "that it got, in their"),
+        (torch.optim.RMSprop([Parameter(torch.ones(2))]), "a function, for example lambda groups"),
     ],
-    ids=["LBFGS", "nothing", "other parameters"],
+    ids=["LBFGS", "nothing", "other parameters", "an optimizer"],
 )
 def test_other_optimizers_are_refused(make, message):
     with pytest.raises(TypeError, match=f"^make: expected .*{message}"):

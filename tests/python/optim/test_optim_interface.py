@@ -168,6 +168,25 @@ def test_closure_is_called_once_with_grad_enabled_and_its_loss_is_returned(devic
     assert optimizer.step() is None
 
 
+@pytest.mark.parametrize("make", [ampfuse.AdamW, ampfuse.SGD])
+def test_closure_of_a_step_with_a_scaler_is_passed_by_position(device, make):
+    param = Parameter(torch.ones(3, device=device))
+    optimizer, scaler = make([param], lr=0.5), ampfuse.GradScaler(device.type)
+    scaler.scale(param.sum()).backward()
+    assert scaler.step(optimizer, lambda: 7.0) == 7.0
+    assert (param < 1).all()
+
+
+def test_learning_rate_that_became_nan_is_refused_before_a_step(device):
+    param = Parameter(torch.ones(3, device=device))
+    param.grad = torch.ones_like(param)
+    optimizer = ampfuse.SGD([param], lr=0.5)
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="Invalid learning rate: nan"):
+        optimizer.step()
+    assert param.tolist() == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_zeroes_or_drops_gradients(device, set_to_none):
     params = parameters(device, torch.bfloat16)

@@ -21,6 +21,7 @@ from optim_models import (
     train,
     trained,
 )
+from torch.nn import Parameter
 
 
 def through_a_file(state_dict):
@@ -279,3 +280,17 @@ def test_different_rates_load_into_groups_that_shared_one_rate_tensor(device):
     assert rates(loaded) == pytest.approx([0.5, 1e-3])
     loaded.param_groups[0]["lr"].fill_(0.125)
     assert rates(loaded) == pytest.approx([0.125, 1e-3])
+
+
+def test_masters_of_other_parameters_are_refused_and_leave_the_loaded_weights(device):
+    params = [Parameter(torch.randn(6, 6, device=device).bfloat16()) for _ in range(2)]
+    optimizer = trained(ampfuse.AdamW, params, range(3))
+    state = optimizer.state_dict()
+    swapped = ampfuse.AdamW(params[::-1])
+    before = copies(params, torch.bfloat16)
+    message = "the master of parameter 0 is the value of parameter 1"
+    with pytest.raises(ValueError, match=message):
+        swapped.load_state_dict(state)
+    assert_same_bits(params, before)
+    swapped = ampfuse.AdamW([Parameter(torch.randn_like(param)) for param in params])
+    swapped.load_state_dict(state)  # of a model that was not loaded

@@ -100,7 +100,7 @@ class Monitor:
         """
         self.steps += 1
         now = time.perf_counter()
-        if now >= self._next_sample:
+        if now >= self._next_sample or len(self.samples) < WINDOW:
             self._next_sample = now + LEAST_SPACING
             if len(self.samples) >= KEPT:
                 del self.samples[1:-1:2]
