@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampfuse._warning import warn_caller
 from ampfuse.gradients.norms import device_of
+from ampfuse.losses.options import SEEN_LOSSES, SeenLoss
 
 IGNORED = -100  # targets that torch's cross-entropy leaves out by default
 
@@ -88,15 +89,60 @@ def accumulate(
     for number, micro_batch in enumerate(batches, 1):
         averages = number == len(batches) or not hasattr(model, "no_sync")
         with nullcontext() if averages else model.no_sync():
-            loss = step(micro_batch, denominator)
+            loss, seen = _watched(step, micro_batch, denominator)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(f"accumulate: step: expected a loss, got {kind_in_words(loss)}")
             if number == 1:
                 check_first(loss, denominator, scaler, len(batches))
+                check_seen(loss, seen, len(batches), counts_all=count is None)
             (loss if scaler is None else scaler.scale(loss)).backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
     return total
+
+
+def _watched(step: Any, micro_batch: Any, denominator: Any) -> tuple[Any, list[SeenLoss]]:
+    """Call the step; return its result, and the losses of ampfuse that it has computed."""
+    seen: list[SeenLoss] = []
+    token = SEEN_LOSSES.set(seen)
+    try:
+        return step(micro_batch, denominator), seen
+    finally:
+        SEEN_LOSSES.reset(token)
+
+
+def check_seen(loss: Tensor, seen: list[SeenLoss], micro_batches: int, counts_all: bool) -> None:
+    """Look for mistakes in the use of ampfuse's losses in the first step.
+
+    `counts_all`: targets are counted by `targets_in`.
+    """
+    node: Any = loss.grad_fn
+    inner = node.next_functions[0][0] if type(node).__name__ == "DivBackward0" else None
+    for one in seen:
+        if one.node is None or (one.node is not node and one.node is not inner):
+            continue
+        is_divided = one.node is inner
+        if one.reduction == "mean" and (is_divided or micro_batches > 1):
+            warn_caller(
+                "accumulate: step returns a mean of a micro-batch, which is added to other means: "
+                "pass denominator=denominator to the loss, and do not divide it"
+            )
+        elif one.reduction == "divided" and is_divided:
+            warn_caller(
+                "accumulate: step divides a loss that the denominator has divided already: return "
+                "the loss as it is"
+            )
+        elif one.reduction != "mean" and counts_all and one.ignore_index != IGNORED:
+            warn_caller(
+                f"accumulate: the loss ignores targets of {one.ignore_index}, but the denominator "
+                f"counts all targets that are not {IGNORED}: pass for example "
+                f"count=lambda part: (part[1] != {one.ignore_index}).sum()"
+            )
+        elif one.reduction != "mean" and counts_all and one.is_weighted:
+            warn_caller(
+                "accumulate: the loss has class weights, but the denominator is a number of "
+                "targets: pass for example count=lambda part: weights[part[1]].sum()"
+            )
 
 
 def check_first(loss: Tensor, denominator: Any, scaler: Any, micro_batches: int) -> None:

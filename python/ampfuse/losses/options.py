@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Number
@@ -94,6 +95,30 @@ class CrossEntropyMetrics(NamedTuple):
     """
 
 
+class SeenLoss(NamedTuple):
+    """A loss that was computed, and the options that matter when losses are added up."""
+
+    node: Any
+    """The loss's `grad_fn`."""
+    reduction: str
+    """"none", "sum", "mean" of its own rows, or "divided" by a denominator."""
+    is_weighted: bool
+    ignore_index: int
+
+
+# While `accumulate` looks at a step, a list of the losses that the step computes.
+SEEN_LOSSES: ContextVar[list[SeenLoss] | None] = ContextVar("SEEN_LOSSES", default=None)
+
+
+@eager_only
+def _note_loss(loss: Tensor, reduction: str, denominator: Any, options: dict[str, Any]) -> None:
+    seen = SEEN_LOSSES.get()
+    if seen is not None:
+        kind = "divided" if reduction == "mean" and denominator is not None else reduction
+        weight = options.get("weight", options.get("class_weight"))
+        seen.append(SeenLoss(loss.grad_fn, kind, weight is not None, options["ignore_index"]))
+
+
 def check_call(function: Any, unknown: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Raise for unknown arguments, and for None in place of a tensor that is required."""
     refuse_unknown(function, unknown, REMEDIES)
@@ -140,6 +165,8 @@ def compute_loss(
         if _REFUSALS.search(str(error)):
             raise refusal(name) from error
         explain(name, error)
+    loss = results if isinstance(results, Tensor) else results[0]
+    _note_loss(loss, reduction, denominator, options)
     return (results[0], CrossEntropyMetrics(*results[1:])) if return_metrics else results
 
 

@@ -53,6 +53,15 @@ def ampfuses(model, part, n=None, **options):
     return ampfuse.cross_entropy(model(part[0]), part[1], denominator=n, **options)
 
 
+def padding(targets):
+    """Return the targets with the class 3 in place of -100."""
+    return targets.where(targets >= 0, 3)
+
+
+def padded(model, part, n):
+    return ampfuses(model, (part[0], padding(part[1])), n, ignore_index=3)
+
+
 def linear(model, part, n):
     hidden, last = model[:2](part[0]), model[2]
     return ampfuse.linear_cross_entropy(hidden, last.weight, part[1], last.bias, denominator=n)
@@ -220,6 +229,36 @@ def test_mean_of_a_loss_of_torch_is_warned_of(kind, count):
 
     with pytest.warns(UserWarning, match="step returns a mean"):
         ampfuse.accumulate(step, parts_of(batch()), count=count)
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (lambda model, part, n: ampfuses(model, part), "step does not use|returns a mean"),
+        (lambda model, part, n: ampfuses(model, part) / n, "step returns a mean"),
+        (lambda model, part, n: ampfuses(model, part, n) / n, "that the denominator has divided"),
+        (lambda model, part, n: ampfuses(model, part, n) / 4, "that the denominator has divided"),
+        (padded, "ignores targets of 3"),
+        (lambda model, part, n: ampfuses(model, part, n, weight=WEIGHTS), "has class weights"),
+    ],
+    ids=["mean", "mean divided", "divided twice", "divided by 4", "ignored", "weighted"],
+)
+def test_misuse_of_our_loss_is_warned_of(step, text):
+    with pytest.warns(UserWarning, match=text):
+        ampfuse.accumulate(partial(step, made()), parts_of(batch()))
+
+
+def test_right_use_of_our_loss_gives_no_warning():
+    model, parts = made(), parts_of(batch())
+    steps = [
+        (lambda part, n: ampfuses(model, part, n), None),
+        (lambda part, n: ampfuses(model, part, reduction="sum") / n, None),
+        (partial(padded, model), lambda part: padding(part[1]).ne(3).sum()),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step, count in steps:
+            ampfuse.accumulate(step, parts, count=count)
 
 
 def test_mean_that_is_right_gives_no_warning():

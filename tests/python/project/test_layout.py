@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "optim": {"gradients"},
     "clip_grad": {"gradients"},
     "amp": {"clip_grad", "gradients", "optim"},
-    "accumulation": {"gradients"},
+    "accumulation": {"gradients", "losses"},
     "checkpoint": {"amp", "gradients", "optim"},
     "distributed": {"amp", "gradients", "optim"},
     "graphed_step": {"amp", "gradients", "optim"},
