@@ -59,23 +59,33 @@ void unscale(ScalerState& state, OptimizerState& of_optimizer,
       amp::inspect(optimizer, inv_scale, at::zeros_like(state.scale),
                    state.options.allow_fp16_grads(), state.options.process_group());
   of_optimizer.stage = Stage::kUnscaled;
-  of_optimizer.losses = state.losses;
-  const std::vector<at::Tensor> params = amp::params_of(optimizer);
-  for (size_t i = 0; i < params.size() && !of_optimizer.unscaled.defined(); ++i) {
-    of_optimizer.unscaled = params[i].grad();
-    of_optimizer.unscaled_index = i;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      if (!param.grad().defined()) continue;
+      of_optimizer.unscaled = param;
+      return;
+    }
   }
 }
 
-// Warns if a backward pass has put other gradients in place of those that were unscaled.
-void look_for_new_gradients(const ScalerState& state, OptimizerState& of_optimizer,
-                            const torch::optim::Optimizer& optimizer) {
-  if (!of_optimizer.unscaled.defined() || of_optimizer.losses == state.losses) return;
-  const std::vector<at::Tensor> params = amp::params_of(optimizer);
-  if (of_optimizer.unscaled_index >= params.size()) return;
-  const at::Tensor grad = params[of_optimizer.unscaled_index].grad();
-  if (!grad.defined() || grad.is_same(of_optimizer.unscaled)) return;
-  of_optimizer.unscaled.reset();  // one warning is enough
+// Returns true if gradients were reset and computed again since they were unscaled.
+bool has_new_gradients(const OptimizerState& of_optimizer) {
+  return of_optimizer.is_stale && of_optimizer.unscaled.grad().defined();
+}
+
+// Returns what was done with an optimizer since the last update. Gradients that were computed after
+// a load are unscaled, whatever was unscaled before it.
+OptimizerState& current_state(ScalerState& state, const torch::optim::Optimizer& optimizer) {
+  OptimizerState& of_optimizer = state.of(optimizer);
+  if (of_optimizer.is_loaded && has_new_gradients(of_optimizer)) {
+    of_optimizer = {of_optimizer.first_param, of_optimizer.address};
+  }
+  return of_optimizer;
+}
+
+void look_for_new_gradients(OptimizerState& of_optimizer) {
+  if (!has_new_gradients(of_optimizer)) return;
+  of_optimizer.is_stale = false;  // one warning is enough
   TORCH_WARN(
       "gradients were computed again since they were unscaled, so they are still multiplied by the "
       "loss scale: call scaler.update() after each step, also after one that failed, and if a "
@@ -155,6 +165,12 @@ at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   TORCH_CHECK_TYPE(outputs.defined(), "GradScaler::scale: expected a tensor, got none");
   state_->has_scaled = true;
   ++state_->losses;
+  for (OptimizerState& of_optimizer : state_->optimizers) {
+    if (of_optimizer.stage != Stage::kUnscaled || !of_optimizer.unscaled.defined()) continue;
+    of_optimizer.is_stale |= !of_optimizer.unscaled.grad().defined();
+  }
+  // Replays of a graph scale losses without this function.
+  if (outputs.is_cuda() && is_capturing()) state_->is_known = true;
   return outputs * on_device(state_->scale_on(outputs.device()), outputs.device());
 }
 
@@ -168,7 +184,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!is_enabled()) return;
   check_has_scale(*state_, "unscale_");
   check_is_scaled(*state_, "unscale_");
-  OptimizerState& of_optimizer = state_->of(optimizer);
+  OptimizerState& of_optimizer = current_state(*state_, optimizer);
   TORCH_CHECK(of_optimizer.stage != Stage::kUnscaled,
               "unscale_() has already been called on this optimizer since the last update(). Is "
               "scaler.update() missing?");
@@ -179,12 +195,13 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
 at::Tensor GradScaler::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm) {
   const std::vector<at::Tensor> params = amp::params_of(optimizer);
   if (!is_enabled()) return ampfuse::clip_grad_norm_(params, max_norm);
-  if (OptimizerState& state = state_->of(optimizer); state.stage == Stage::kUnscaled) {
-    look_for_new_gradients(*state_, state, optimizer);
+  OptimizerState& of_optimizer = current_state(*state_, optimizer);
+  if (of_optimizer.stage == Stage::kUnscaled) {
+    look_for_new_gradients(of_optimizer);
     return ampfuse::clip_grad_norm_(params, max_norm);
   }
   unscale_(optimizer);
-  const Inspection& inspection = state_->of(optimizer).inspection;
+  const Inspection& inspection = of_optimizer.inspection;
   if (!inspection.has_whole_norms || inspection.total_norms.empty()) {
     return ampfuse::clip_grad_norm_(params, max_norm);
   }
@@ -199,7 +216,7 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   check_closure(optimizer, closure != nullptr);
   check_has_scale(*state_, "step");
   check_is_scaled(*state_, "step");
-  OptimizerState& of_optimizer = state_->of(optimizer);
+  OptimizerState& of_optimizer = current_state(*state_, optimizer);
   TORCH_CHECK(
       of_optimizer.stage != Stage::kStepped,
       "step() has already been called since the last update(). Is scaler.update() missing?");
@@ -211,7 +228,7 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
       unscale(*state_, of_optimizer, optimizer);
     }
   } else {
-    look_for_new_gradients(*state_, of_optimizer, optimizer);
+    look_for_new_gradients(of_optimizer);
   }
   const std::vector<at::Tensor>& flags = of_optimizer.inspection.found_infs;
   TORCH_CHECK(!flags.empty() || fused || state_->options.allow_no_grads(),
@@ -288,8 +305,7 @@ void GradScaler::update() {
     if (policy.skip_outliers && policy.norm) tensors.norms = state_->history.norms(device);
     update_scale(tensors, found_infs, policy);
   }
-  state_->has_announced = state_->has_scaled = false;
-  state_->optimizers.clear();
+  state_->end_step();
   raise_if_collapsed(*state_);
 }
 
@@ -298,7 +314,7 @@ void GradScaler::update(double new_scale) {
   check_has_scale(*state_, "update");
   amp::check_scale("new_scale", new_scale);
   state_->scale.fill_(new_scale);
-  state_->optimizers.clear();
+  state_->end_step();
 }
 
 void GradScaler::update(const at::Tensor& new_scale) {
@@ -308,7 +324,7 @@ void GradScaler::update(const at::Tensor& new_scale) {
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
               "torch.FloatTensor with requires_grad=False.");
   state_->scale.copy_(new_scale.reshape({}));
-  state_->optimizers.clear();
+  state_->end_step();
 }
 
 double GradScaler::get_scale() const {

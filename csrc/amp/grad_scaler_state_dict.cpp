@@ -153,7 +153,7 @@ void GradScaler::load_state_dict(const StateDict& entries) {
   state_->set_scale(scale, growth_tracker);
   state_->history.set_counts(counts);
   state_->history.set_norm_statistics(norms);
-  state_->optimizers.clear();  // the gradients of before are not used any more
+  for (amp::OptimizerState& of_optimizer : state_->optimizers) of_optimizer.is_loaded = true;
 }
 
 void GradScaler::save(torch::serialize::OutputArchive& archive) const {

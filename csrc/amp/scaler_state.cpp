@@ -66,6 +66,11 @@ const at::Tensor& ScalerState::scale_on(at::Device device) {
   return scale;
 }
 
+void ScalerState::end_step() {
+  has_announced = has_scaled = false;
+  optimizers.clear();
+}
+
 double ScalerState::host_scale() const {
   return scale.defined() ? scale.item<double>() : first_scale_;
 }

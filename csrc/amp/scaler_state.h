@@ -14,11 +14,9 @@ struct OptimizerState {
   const void* address;     // identifies an optimizer without parameters
   Stage stage = Stage::kReady;
   Inspection inspection = {};
-  // The first gradient that was unscaled, its index among the parameters, and the number of losses
-  // that had been scaled.
-  at::Tensor unscaled = {};
-  size_t unscaled_index = 0;
-  int64_t losses = 0;
+  at::Tensor unscaled = {};  // the first parameter whose gradient was unscaled
+  bool is_stale = false;     // its gradient was reset since, and a loss was scaled
+  bool is_loaded = false;    // the scaler has loaded a state since
 };
 
 class ScalerState {
@@ -32,6 +30,9 @@ class ScalerState {
 
   /// Returns the scale; creates it on `device` if it does not exist yet.
   const at::Tensor& scale_on(at::Device device);
+
+  /// Forgets what was done since the last update.
+  void end_step();
 
   double host_scale() const;
   int64_t host_growth_tracker() const;

@@ -23,7 +23,7 @@ from ampfuse.gradients.inspection import (
     norm_or_refuse,
     unscaled_norm,
 )
-from ampfuse.gradients.mistakes import LARGEST_SCALE_WITHOUT_INVERSE
+from ampfuse.gradients.mistakes import LARGEST_SCALE_WITHOUT_INVERSE, has_new_gradients
 from ampfuse.gradients.signals import BackwardNorms, Signals
 from ampfuse.optim.stepping import may_skip_on_device, step_with
 
@@ -56,13 +56,12 @@ class DeviceScaler(ReportingScaler):
             if takes_tensors:
                 self._watch.note_scaled_gradients(optimizer, scale)
                 self._check_inf_per_device(optimizer)
-                if (inspection := self._inspections.get(id(optimizer))) is not None:
-                    limit = getattr(optimizer, "max_grad_norm", None)
-                    self._watch.note_limit(inspection, limit, scale)
             else:
                 self.unscale_(optimizer)
-                if (inspection := self._inspections.get(id(optimizer))) is not None:
-                    self._watch.note_limit(inspection, None, scale)
+            inspection = self._inspections.get(id(optimizer))
+            limit = getattr(optimizer, "max_grad_norm", None) if takes_tensors else None
+            if inspection is not None and (self._has_scaled or limit is not None):
+                self._watch.note_norm(optimizer, inspection, limit, scale)
         else:
             self._watch.look_for_new_gradients(state)
         has_gradients = len(state["found_inf_per_device"]) > 0
@@ -73,13 +72,13 @@ class DeviceScaler(ReportingScaler):
                 "GradScaler(allow_no_grads=True)"
             )
         signals = self._note_step(optimizer, state)
+        self._watch.note_scaled_step(optimizer, state, self._inspections.get(id(optimizer)))
         if takes_tensors:
             result = step_with(optimizer, signals, args, kwargs)
         elif has_gradients:
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         else:
             result = optimizer.step(*args, **kwargs)
-        self._watch.note_plain_steps(optimizer, state, self._inspections.get(id(optimizer)))
         state["stage"] = OptState.STEPPED
         return result
 
@@ -146,11 +145,7 @@ class DeviceScaler(ReportingScaler):
             self._watch.look_for_steps_after_unscaling(
                 self._per_optimizer_states.values(), self._history
             )
-            # The first stages of a pipeline scale no loss.
-            may_scale = self.process_group is None and self._scales_by_itself()
-            self._watch.look_for_forgotten_losses(
-                self._per_optimizer_states.values(), self._has_scaled or not may_scale
-            )
+            self._watch.look_for_forgotten_losses(self)
             self._watch.note_update(scale)
         self._has_announced = self._has_scaled = False
         self._per_optimizer_states.clear()
@@ -187,7 +182,7 @@ class DeviceScaler(ReportingScaler):
 
     def mistakes(self) -> list[str]:
         """Return the texts of the warnings about mistakes that were given."""
-        return self._watch.warnings if self._enabled else []
+        return list(self._watch.warnings) if self._enabled else []
 
     def only_scales(self) -> bool:
         """Return True if losses were scaled, and no gradients unscaled, by the scaler or others."""
@@ -222,10 +217,18 @@ class DeviceScaler(ReportingScaler):
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return torch's record of what was done with the optimizer since the last update."""
+        self._forget_unscaling_before_load(optimizer)
         states = self._per_optimizer_states
         if id(optimizer) not in states:  # torch.compile does not trace torch's function for this
             states[id(optimizer)] = {"stage": OptState.READY, "found_inf_per_device": {}}
         return states[id(optimizer)]
+
+    @eager_only
+    def _forget_unscaling_before_load(self, optimizer: Optimizer) -> None:
+        """Unscale gradients that are computed after a load, whatever was unscaled before it."""
+        state = self._per_optimizer_states.get(id(optimizer))
+        if state is not None and state.get("is_loaded") and has_new_gradients(state):
+            self.forget(optimizer)
 
     @at_compile_time
     def _make_scale(self, device: torch.device) -> None:
@@ -274,15 +277,16 @@ class DeviceScaler(ReportingScaler):
         """
         if self._has_scaled or not self._has_announced or self._watch.is_scale_known:
             return
-        if self._scales_by_itself():
+        if self.scales_by_itself():
             raise AssertionError(
                 f"Attempted {funcname} but no loss was scaled since the last update, although a "
                 "loss module with scaler= was called. Did you call scaler.scale(loss).backward()?"
             )
 
-    def _scales_by_itself(self) -> bool:
+    def scales_by_itself(self) -> bool:
         """Return False if a derived class has a `scale` of its own."""
-        return type(self).scale is type(self)._own_scale  # type: ignore[attr-defined]
+        is_own = type(self).scale is type(self)._own_scale  # type: ignore[attr-defined]
+        return is_own and "scale" not in vars(self)
 
     def _note_step(self, optimizer: Optimizer, state: dict[str, Any]) -> Signals:
         """Record a step; return its signals, whose flag is on the scale's device."""

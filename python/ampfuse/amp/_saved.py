@@ -69,8 +69,8 @@ class SavedScaler(TorchGradScaler):
             self.policy, torchs = state.policy, state.torchs
             self._history.set_counts(state.counts)
             self._history.set_norms(state.norms)
-            self._per_optimizer_states.clear()  # the gradients of before are not used any more
-            self._inspections.clear()
+            for of_optimizer in self._per_optimizer_states.values():
+                of_optimizer["is_loaded"] = True
         super().load_state_dict(torchs)
 
     def snapshot(self) -> ScalerSnapshot | None:

@@ -163,7 +163,9 @@ class GradScaler(DeviceScaler):
             return outputs
         self._has_scaled = True
         self._watch.note_scaled_loss(outputs, self, self._history)
-        return scaled(outputs, self._scale_on)
+        result = scaled(outputs, self._scale_on)
+        self._watch.look_at_scaled(outputs, result)
+        return result
 
     _own_scale = scale  # derived classes may override scale
 
@@ -290,6 +292,7 @@ class GradScaler(DeviceScaler):
             elif new_scale.numel() == 1:
                 new_scale = new_scale.reshape(())
             super().update(new_scale)
+            self._has_announced = self._has_scaled = False
             self._inspections.clear()
             return
         self._update(scale, growth_tracker)

@@ -1,9 +1,11 @@
 """Warnings about mistakes that raise no error but train on wrong gradients.
 
-A scaler looks for them in its first steps, and warns once when it is certain. The numbers that it
-needs are copied to the host without waiting, so on a GPU the warning may come some steps later.
+A scaler looks for most of them in its first steps alone, and warns once when it is certain. The
+numbers that it needs are copied to the host without waiting, so on a GPU the warning may come some
+steps later.
 """
 
+import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -40,6 +42,9 @@ LARGEST_SCALE_WITHOUT_INVERSE = 2.0**-128
 UPDATES_BETWEEN_LOOKS = 16
 
 
+IS_SCALED = "ampfuse: scaled"  # the mark of scaled losses in the metadata of their nodes
+
+
 class ClipRecord(NamedTuple):
     """The record of a gradient that was clipped."""
 
@@ -48,22 +53,60 @@ class ClipRecord(NamedTuple):
     total_norm: Tensor  # norm before clipping; if it is a DTensor, this rank's part of it
 
 
-class Norms:
-    """Limits (None without one), scaled norms and scales of the first steps of a scaler."""
+class StepNorm(NamedTuple):
+    """The norm of an optimizer's gradients in one of its first steps, on its way to the host."""
+
+    norm: HostCopy
+    scale: HostCopy
+    is_scaled: bool  # True if it is the norm of scaled gradients
+    limit: float | None  # the optimizer's own
+
+    def scaled_norm(self) -> float | None:
+        """Return the norm of the scaled gradients, or None if it has not arrived."""
+        norm, scale = self.norm.number(), self.scale.number()
+        if norm is None or scale is None:
+            return None
+        return norm if self.is_scaled else norm * scale
+
+
+class FirstNorms:
+    """The first finite norms of an optimizer's gradients."""
 
     def __init__(self) -> None:
-        self.of_steps: list[tuple[float | None, HostCopy, HostCopy]] = []
+        self.steps: list[StepNorm] = []
         self.are_judged = False
 
     @property
     def is_waiting(self) -> bool:
-        """True if there are norms, and not all have arrived on the host."""
-        return len(self.of_steps) > 0 and not self.are_judged
+        """True if there are norms that were not judged."""
+        return len(self.steps) > 0 and not self.are_judged
 
-    def arrived(self) -> list[tuple[float, float | None, float]]:
-        """Return norms, limits and scales that have arrived."""
-        numbers = [(norm.number(), limit, scale.number()) for limit, norm, scale in self.of_steps]
-        return [(n, limit, s) for n, limit, s in numbers if n is not None and s is not None]
+    def mistake(self) -> tuple[str, float, float] | None:
+        """Judge the norms if all have arrived; return a text, the limit and the scale, or None."""
+        arrived = [
+            (norm, scale)
+            for step in self.steps
+            if (norm := step.scaled_norm()) is not None and (scale := step.scale.number())
+        ]
+        if len(arrived) < STEPS_WATCHED:
+            return None
+        finite = [math.isfinite(norm) for norm, _ in arrived]
+        if not all(finite):  # the first scales often overflow
+            self.steps = [step for step, keep in zip(self.steps, finite, strict=True) if keep]
+            return None
+        self.are_judged = True
+        (norm, scale), *_ = arrived
+        limit = self.steps[0].limit
+        # Without a limit of the optimizer, gradients that have the same round norm in each step
+        # were clipped to it.
+        clipped_to = float(f"{norm:.2g}") if limit is None else limit
+        if not all(was_clipped(norm, clipped_to, scale) for norm, scale in arrived):
+            return None
+        return (
+            texts.CLIPPED_WHILE_SCALED if limit is None else texts.CLIPPED_TWICE,
+            clipped_to,
+            scale,
+        )
 
 
 _lock = threading.Lock()  # guards the next two: each thread may train its own model
@@ -90,15 +133,16 @@ class Watch:
     def __init__(self) -> None:
         self._steps = 0
         self._losses = 0  # scaled, up to LAST_LOSS
-        self._all_losses = 0  # scaled
-        self._unscaled_losses = 0  # updates in a row without a scaled loss
+        self._has_graph = False  # True if a scaled loss had a gradient
+        self._stepped_since_loss: set[int] = set()  # ids of optimizers, since the last scaled loss
+        self._repeats = 0  # updates since then in which one of them has stepped again
         self._params: list[list[tuple[Tensor, int]]] = []  # of the losses kept, with versions
         self._stepped: set[int] = set()  # ids of the parameters that the scaler steps or unscales
         self._updates = 0
         self._scale: HostCopy | None = HostCopy()  # None after the warning about it
         self._ignored_overflow = HostCopy()  # the flag of a step that the scaler did not take
         self._clipped: tuple[float, HostCopy, HostCopy] | None = None  # limit, norm and scale
-        self._with_limit, self._without_limit = Norms(), Norms()
+        self._norms: dict[int, FirstNorms] = {}  # by the ids of optimizers
         self.warnings: list[str] = []  # those that were given
         self._has_warned_of_overflow = False
         self.has_reported = False  # True after a warning about clipping
@@ -117,23 +161,36 @@ class Watch:
 
     @eager_only
     def note_scaled_loss(self, loss: Any, scaler: Any, history: Any) -> None:
-        """Record that a scaler scales a loss: the next gradients are scaled.
+        """Record that `scaler` scales a loss: the next gradients are scaled.
 
         `history`: the scaler's, which knows steps in compiled code, too. Their parameters are not
         known, so nothing is said about steps without the scaler then.
         """
-        self._all_losses += 1
+        if is_capturing():  # replays scale losses without this
+            self.is_scale_known = True
+        self._has_graph |= getattr(loss, "grad_fn", None) is not None
+        self._stepped_since_loss.clear()
+        self._repeats = 0
+        for state in scaler._per_optimizer_states.values():
+            if state["stage"] is OptState.UNSCALED and "version" in state:
+                is_reset = state["version"][0].grad is None
+                state["is_stale"] = state.get("is_stale", False) or is_reset
         if self._steps <= STEPS_WATCHED:
             with _lock:
                 _clips.clear()
                 if self._steps == 0:
                     _first_steps.add(self)
         if self._losses < LAST_LOSS:
-            factor = getattr(getattr(loss, "grad_fn", None), "_saved_other", None)
-            if factor is not None and factor is getattr(scaler, "_scale", None):
-                self._warn(texts.SCALED_TWICE)
             self._losses = LAST_LOSS if history.is_last_in_graph else self._losses + 1
             self._look_for_steps_without_scaler(loss)
+
+    @eager_only
+    def look_at_scaled(self, loss: Any, scaled: Any) -> None:
+        """Warn if the loss was scaled before; `scaled` is the product."""
+        if self._losses < LAST_LOSS and getattr(scaled, "grad_fn", None) is not None:
+            if loss.grad_fn is not None and loss.grad_fn.metadata.get(IS_SCALED):
+                self._warn(texts.SCALED_TWICE)
+            scaled.grad_fn.metadata[IS_SCALED] = True
 
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
@@ -168,45 +225,43 @@ class Watch:
 
     @eager_only
     def note_unscaling(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Record in the scaler's `state` which gradient was unscaled, and its parameter's version.
-
-        One parameter stands for all.
-        """
+        """Record in the scaler's `state` how often a parameter was written before its step."""
         self.note_step(optimizer)
         param = next((param for param in params_of(optimizer) if param.grad is not None), None)
         if param is not None and not param.is_inference():
             state["version"] = param, param._version
-            state["unscaled"] = param.grad, self._all_losses
 
     @eager_only
     def look_for_new_gradients(self, state: dict[str, Any]) -> None:
-        """Warn if a backward pass has put other gradients in place of those that were unscaled."""
-        if "unscaled" not in state or self._all_losses == state["unscaled"][1]:
-            return
-        grad = state["version"][0].grad
-        if grad is not None and grad is not state["unscaled"][0]:
-            del state["unscaled"]  # one warning is enough
+        """Warn if gradients were reset after they were unscaled, and a loss was scaled since."""
+        if has_new_gradients(state):
+            state["is_stale"] = False  # one warning is enough
             self._warn(texts.COMPUTED_AGAIN)
 
     @eager_only
-    def note_plain_steps(self, optimizer: Any, state: dict[str, Any], inspection: Any) -> None:
-        """Record in the scaler's `state` how many steps the optimizer has taken without a scaler.
-
-        Only ampfuse's optimizers, whose steps may leave gradients scaled, count them.
-        """
-        is_scaled = inspection is not None and inspection.is_scaled
-        if is_scaled and (slot := getattr(optimizer, "_slot", None)) is not None:
-            state["slot"] = slot, slot.plain_steps
+    def note_scaled_step(self, optimizer: Any, state: dict[str, Any], inspection: Any) -> None:
+        """Record in the scaler's `state` that an optimizer of ampfuse steps on scaled gradients."""
+        if inspection is not None and inspection.is_scaled and hasattr(optimizer, "_slot"):
+            state["slot"] = optimizer._slot
+            optimizer._slot.watch(params_of(optimizer))
 
     @eager_only
-    def look_for_forgotten_losses(self, states: Iterable[dict[str, Any]], has_scaled: bool) -> None:
-        """Warn if no loss was scaled for some updates, or if an optimizer has stepped twice."""
-        self._unscaled_losses = 0 if has_scaled else self._unscaled_losses + 1
-        if self._unscaled_losses == STEPS_WATCHED and not self.is_scale_known:
+    def look_for_forgotten_losses(self, scaler: Any) -> None:
+        """Warn if no loss was scaled for some steps, or if an optimizer has stepped twice.
+
+        One loss may serve several optimizers, with an update after each. The first stages of a
+        pipeline, which have a process group, scale no loss.
+        """
+        states = scaler._per_optimizer_states
+        stepped = {key for key, state in states.items() if state["stage"] is OptState.STEPPED}
+        self._repeats += not self._stepped_since_loss.isdisjoint(stepped)
+        self._stepped_since_loss |= stepped
+        must_scale = scaler.process_group is None and scaler.scales_by_itself()
+        is_certain = must_scale and self._has_graph and not self.is_scale_known
+        if self._repeats == STEPS_WATCHED and is_certain:
             self._warn(texts.FORGOTTEN.format(steps=STEPS_WATCHED))
-        slots = [state["slot"] for state in states if "slot" in state]
-        has_stepped_twice = any(slot.plain_steps > then for slot, then in slots)
-        if has_stepped_twice and texts.STEPPED_TWICE not in self.warnings:
+        slots = [state["slot"] for state in states.values() if "slot" in state]
+        if any([slot.has_stepped_twice() for slot in slots]):
             self._warn(texts.STEPPED_TWICE)
 
     @eager_only
@@ -267,24 +322,26 @@ class Watch:
                     copied_to_host(scale),
                 )
         self._report()
-        is_waiting = self._clipped is not None or self._with_limit.is_waiting
+        norms = self._norms.values()
+        is_waiting = self._clipped is not None or any(one.is_waiting for one in norms)
         self.is_done = self._steps > STEPS_WATCHED and (self.has_reported or not is_waiting)
 
     @eager_only
-    def note_limit(self, inspection: Any, limit: float | None, scale: Tensor) -> None:
-        """Record the norm of scaled gradients, and the optimizer's own limit, or None."""
-        norms = self._without_limit if limit is None else self._with_limit
-        if self.has_reported or norms.are_judged or is_capturing():
+    def note_norm(
+        self, optimizer: Any, inspection: Any, limit: float | None, scale: Tensor
+    ) -> None:
+        """Record the norm of an optimizer's gradients, and the limit of its own, or None."""
+        if self.has_reported or is_capturing() or (limit is None and self.is_scale_known):
             return
-        if limit is None and self.is_scale_known:
+        norms = self._norms.setdefault(id(optimizer), FirstNorms())
+        if norms.are_judged:
             return
         found = list(inspection.total_norms.values())
-        if len(found) != 1:
-            return
-        (norm,) = found
-        if len(norms.of_steps) < STEPS_WATCHED and has_number(norm) and has_number(scale):
-            scaled_norm = norm if inspection.is_scaled else norm * scale
-            norms.of_steps.append((limit, copied_to_host(scaled_norm), copied_to_host(scale)))
+        if len(found) == 1 and len(norms.steps) < STEPS_WATCHED:
+            (norm,) = found
+            if has_number(norm) and has_number(scale):
+                copies = copied_to_host(norm), copied_to_host(scale)
+                norms.steps.append(StepNorm(*copies, inspection.is_scaled, limit))
         self._report()
 
     def _report(self) -> None:
@@ -298,25 +355,23 @@ class Watch:
                 if max_norm < min(norm, FAR_BELOW_THE_SCALE * scale):
                     self._report_once(texts.CLIPPED_WHILE_SCALED, max_norm, scale)
             return
-        for norms in (self._with_limit, self._without_limit):
-            arrived = norms.arrived()
-            if len(arrived) < STEPS_WATCHED or norms.are_judged:
-                continue
-            norms.are_judged = True
-            # Without a limit, gradients that have the same norm in each step were clipped to it.
-            first_norm, limit, scale = arrived[0]
-            clipped_to = first_norm if limit is None else limit
-            if all(was_clipped(norm, clipped_to, s) for norm, _, s in arrived):
-                text = texts.CLIPPED_WHILE_SCALED if limit is None else texts.CLIPPED_TWICE
-                self._report_once(text, clipped_to, scale)
+        waiting = [norms for norms in self._norms.values() if norms.is_waiting]
+        for found in filter(None, [norms.mistake() for norms in waiting]):
+            self._report_once(*found)
 
     def _report_once(self, text: str, max_norm: float, scale: float) -> None:
         self.has_reported = True
         self._warn(text.format(max_norm=max_norm, scale=scale))
 
     def _warn(self, text: str) -> None:
-        self.warnings.append(text)
-        warn_caller(text)
+        if text not in self.warnings:
+            self.warnings.append(text)
+            warn_caller(text)
+
+
+def has_new_gradients(state: dict[str, Any]) -> bool:
+    """Return True if gradients were reset and computed again since they were unscaled."""
+    return state.get("is_stale", False) and state["version"][0].grad is not None
 
 
 def first_clip(grads: Iterable[Tensor]) -> ClipRecord | None:

@@ -4,6 +4,7 @@ Among them are norms from the backward pass, which are valid until a gradient is
 """
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -103,11 +104,31 @@ class Slot:
     The compiler traces it, which it does not do with attributes of optimizers.
     """
 
-    plain_steps = 0
-    """Number of steps that were taken without a scale, in eager code."""
+    _watched: "tuple[Tensor, Version] | None" = None
+    _has_stepped_twice = False
 
     def __init__(self) -> None:
         self.signals: Signals | None = None
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Look whether the next step, by the program, is taken with the gradients of now."""
+        for param in params:
+            if param.grad is not None and not param.grad.is_inference():
+                self._watched = param, Version.read(param.grad)
+                return
+
+    def note_step(self, signals: "Signals") -> None:
+        """Record a step in eager code."""
+        if self._watched is None or signals.grad_scale is not None or signals.found_inf is not None:
+            return
+        param, version = self._watched
+        is_same = param.grad is not None and param.grad is version.grad()
+        self._has_stepped_twice = is_same and version.unwritten() is not None
+
+    def has_stepped_twice(self) -> bool:
+        """Return True if the program has stepped with the gradients of `watch`; look no longer."""
+        found, self._has_stepped_twice, self._watched = self._has_stepped_twice, False, None
+        return found
 
 
 class Signals(NamedTuple):

@@ -123,31 +123,43 @@ def new_states(
 
 
 def refuse_other_order(found: dict[Any, Owner], states: dict[Any, dict[str, Any]]) -> None:
-    """Raise if a master that would be written to its parameter is the value of another one.
+    """Raise if loading would write masters to each other's parameters.
 
     States belong to parameters by their order. An optimizer that is made with another order of the
     parameters would move the weights of a model that was loaded before.
     """
-    masters = [
-        (param, index, states[key]["master_param"])
-        for key, (param, _, index) in found.items()
+    masters = {
+        key: (param, states[key]["master_param"])
+        for key, (param, _, _) in found.items()
         if key in states and isinstance(states[key].get("master_param"), Tensor)
-    ]
-    for param, index, master in masters:
+    }
+    for key, (param, master) in masters.items():
         if not is_plain(param) or not is_plain(master) or param.is_meta or master.is_meta:
             return
-        value = master.to(param.device, param.dtype)
+        value = rounded(master, param)
         if torch.equal(value, param) or bool((value == value.flatten()[0]).all()):
             continue  # norms and biases may be constant, and alike
-        for other, other_index, _ in masters:
-            is_alike = other.dtype == value.dtype and other.device == value.device
-            if other is not param and is_alike and torch.equal(other, value):
-                raise ValueError(
-                    f"loaded state dict: the master of parameter {index} is the value of parameter "
-                    f"{other_index}: make the optimizer with its parameters in the order that they "
-                    "had when it was saved"
-                )
+        others = [other for other in masters if other != key]
+        goes_to = [other for other in others if is_same(masters[other][0], value)]
+        comes_from = [one for one in others if is_same(rounded(masters[one][1], param), param)]
+        if goes_to and comes_from:
+            raise ValueError(
+                f"loaded state dict: the master of parameter {key} is the value of parameter "
+                f"{goes_to[0]}, and that of parameter {comes_from[0]} its own: make the optimizer "
+                "with its parameters in the order that they had when it was saved"
+            )
         return  # the model was not loaded before, so nothing is known
+
+
+def rounded(master: Tensor, param: Tensor) -> Tensor:
+    """Return a master in its parameter's dtype, on its device."""
+    return master.to(param.device, param.dtype)
+
+
+def is_same(first: Tensor, second: Tensor) -> bool:
+    """Return True if two tensors have the same dtype, device, shape and values."""
+    is_alike = first.dtype == second.dtype and first.device == second.device
+    return is_alike and torch.equal(first, second)
 
 
 def _new_state(rule: Rule, saved: dict[str, Any], param: Tensor, options: StateOptions) -> NewState:

@@ -105,7 +105,6 @@ def step_columns(
 @eager_only
 def note_step(optimizer: Any, columns: list[list[Columns]], signals: Signals) -> None:
     """Record the step that was just taken."""
-    if signals.grad_scale is None and signals.found_inf is None:
-        optimizer._slot.plain_steps += 1
+    optimizer._slot.note_step(signals)
     optimizer._columns.note_step()
     optimizer._written.note_step(columns)

@@ -66,6 +66,17 @@ def test_a_step_that_failed_is_repeated_without_a_warning_but_not_with_other_gra
         scaler.step(optimizer)
 
 
+@EVERY_LANGUAGE
+def test_a_load_between_unscaling_or_stepping_and_the_next_call_changes_nothing(device, language):
+    param, optimizer, scaler = ready(language, device)
+    scaler.unscale_(optimizer)
+    scaler.load_state_dict(scaler.state_dict())
+    scaler.step(optimizer)
+    assert param.tolist() == [0.5, 0.5]
+    scaler.load_state_dict(scaler.state_dict())
+    scaler.update()
+
+
 def test_other_losses_and_replaced_gradients_give_no_warning(device):
     params = [Parameter(torch.ones(2, device=device)) for _ in range(2)]
     first, second = (torch.optim.SGD([param], lr=0.5) for param in params)
@@ -74,11 +85,6 @@ def test_other_losses_and_replaced_gradients_give_no_warning(device):
         backward(params[0], scaler)
         scaler.unscale_(first)
         params[0].grad = params[0].grad.clamp(max=0.25)
-        scaler.step(first)
-        scaler.update()
-
-        backward(params[0], scaler)
-        scaler.unscale_(first)
         backward(params[1], scaler)  # also scales another loss
         scaler.step(second)
         scaler.step(first)

@@ -6,6 +6,7 @@ import ampfuse
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 EVERY_SGD = pytest.mark.parametrize("make", [torch.optim.SGD, ampfuse.SGD])
 
@@ -99,18 +100,106 @@ def test_a_second_step_with_scaled_gradients_is_noticed(device):
 
 
 @EVERY_SGD
-@pytest.mark.parametrize("known", [False, True])
-def test_correct_training_gives_no_warning(device, make, known):
+def test_a_scale_that_the_program_sets_needs_a_scaled_loss_as_well(device, make):
     training = Training(device, make)
+    training.criterion = ampfuse.CrossEntropyLoss(scaler=training.scaler)
+    training.scaler.scale(training.loss()).backward()
+    training.scaler.step(training.optimizer)
+    training.scaler.update(64.0)
+    training.loss().backward()
+    with pytest.raises(AssertionError, match="no loss was scaled since the last update"):
+        training.step()
+
+
+def test_clipping_before_the_limits_of_two_optimizers_is_noticed_in_spite_of_overflows(device):
+    params = [nn.Parameter(torch.ones(8, device=device)) for _ in range(2)]
+    limits = (1.0, 0.5)
+    optimizers = [
+        ampfuse.SGD([param], lr=0.1, max_grad_norm=limit)
+        for param, limit in zip(params, limits, strict=True)
+    ]
+    scaler = ampfuse.GradScaler(device.type)
+
+    def run():
+        for step in range(6):
+            factor = float("inf") if step == 1 else 1.0 + step
+            scaler.scale(sum(factor * param.square().sum() for param in params)).backward()
+            for param, limit, optimizer in zip(params, limits, optimizers, strict=True):
+                torch.nn.utils.clip_grad_norm_([param], limit)
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+
+    with pytest.warns(UserWarning, match="the optimizer's max_grad_norm=1 clips them"):
+        run()
+
+
+@pytest.fixture
+def no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for index in range(8):
-            loss = training.loss()
-            scale = training.scaler.get_scale() if known and index > 0 else None
-            (training.scaler.scale(loss) if scale is None else loss * scale).backward()
-            if index % 2:
-                training.scaler.clip_grad_norm_(training.optimizer, 0.01)
-            training.step()
-            training.loss().backward()
-            training.optimizer.step()  # without a scaler
+        yield
+
+
+@EVERY_SGD
+@pytest.mark.parametrize("known", [False, True])
+def test_correct_training_gives_no_warning(device, no_warning, make, known):
+    training = Training(device, make)
+    for index in range(8):
+        loss = training.loss()
+        scale = training.scaler.get_scale() if known and index > 0 else None
+        (training.scaler.scale(loss) if scale is None else loss * scale).backward()
+        training.scaler.scale(loss).item()  # for a log
+        if index % 2:
+            training.scaler.clip_grad_norm_(training.optimizer, 0.01)
+        training.step()
+        training.loss().backward()
+        training.optimizer.step()  # without a scaler
     assert training.scaler.mistakes() == []
+
+
+def test_one_loss_for_four_optimizers_with_an_update_after_each_gives_no_warning(
+    device, no_warning
+):
+    params = [nn.Parameter(torch.ones(4, device=device)) for _ in range(4)]
+    optimizers = [ampfuse.SGD([param], lr=0.1) for param in params]
+    scaler = ampfuse.GradScaler(device.type)
+    for step in range(4):
+        scaler.scale(sum((1 + step) * param.square().sum() for param in params)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("write_back", [False, True])
+def test_a_step_with_other_gradients_before_the_update_gives_no_warning(
+    device, no_warning, write_back
+):
+    param = nn.Parameter(torch.ones(4, device=device))
+    optimizer = ampfuse.SGD([param], lr=0.1, write_back_grads=write_back)
+    scaler = ampfuse.GradScaler(device.type)
+    for step in range(4):
+        scaler.scale((1 + step) * param.square().sum()).backward()
+        scaler.step(optimizer)
+        if not write_back:
+            optimizer.zero_grad()
+            param.sin().sum().backward()  # a penalty in float32
+        optimizer.step()
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def test_scaling_a_loss_reads_no_saved_tensors(device, no_warning):
+    model, forwards = nn.Linear(4, 1).to(device), []
+
+    def loss(inputs):
+        forwards.append(1)
+        return model(inputs).square().mean() / 4
+
+    scaler = ampfuse.GradScaler(device.type)
+    for _ in range(2):
+        inputs = torch.randn(2, 4, device=device)
+        checkpointed = checkpoint(loss, inputs, use_reentrant=False)
+        scaler.scale(checkpointed).backward()
+    assert len(forwards) == 4

@@ -125,6 +125,7 @@ def test_steps_beside_a_scaler_are_noticed_also_of_an_optimizer_left_to_torch(pr
     assert "left to torch: RMSprop, since ampfuse has only Adam, AdamW and SGD" in done.stderr
     assert "rmsprop.py:15: UserWarning: a GradScaler has scaled 20 losses" in done.stderr
     assert "A GradScaler has scaled losses, but taken no step." in done.stderr
+    assert any(hint.startswith("a GradScaler has scaled 20 losses") for hint in told["hints"])
 
 
 @pytest.mark.parametrize("options", [[], ["--quiet"]])

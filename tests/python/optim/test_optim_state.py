@@ -288,9 +288,16 @@ def test_masters_of_other_parameters_are_refused_and_leave_the_loaded_weights(de
     state = optimizer.state_dict()
     swapped = ampfuse.AdamW(params[::-1])
     before = copies(params, torch.bfloat16)
-    message = "the master of parameter 0 is the value of parameter 1"
+    message = "the master of parameter 0 is the value of parameter 1, and that of parameter 1"
     with pytest.raises(ValueError, match=message):
         swapped.load_state_dict(state)
     assert_same_bits(params, before)
     swapped = ampfuse.AdamW([Parameter(torch.randn_like(param)) for param in params])
     swapped.load_state_dict(state)  # of a model that was not loaded
+
+    copied = ampfuse.AdamW(params)  # the first layer was copied to the second one since
+    with torch.no_grad():
+        params[1].copy_(params[0])
+        params[0].normal_()
+    copied.load_state_dict(state)
+    assert_same_bits(params, before)
