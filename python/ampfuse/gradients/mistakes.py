@@ -241,7 +241,9 @@ class Watch:
     @eager_only
     def note_scaled_step(self, optimizer: Any, state: dict[str, Any], inspection: Any) -> None:
         """Record in the scaler's `state` that an optimizer of ampfuse steps on scaled gradients."""
-        if inspection is not None and inspection.is_scaled and hasattr(optimizer, "_slot"):
+        if self._losses == LAST_LOSS or inspection is None or not inspection.is_scaled:
+            return
+        if hasattr(optimizer, "_slot"):
             state["slot"] = optimizer._slot
             optimizer._slot.watch(params_of(optimizer))
 
