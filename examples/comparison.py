@@ -152,7 +152,7 @@ def run_all(commands: dict[str, list[str]], steps: int, console: Console) -> dic
         for name, command in commands.items():
             progress.update(task, description=name)
             if not console.is_terminal:  # which shows no progress
-                print(f"{name}: training", file=sys.stderr)
+                console.print(f"{name}: training")
             reports[name] = _run(command, lambda: progress.advance(task))
     return reports
 

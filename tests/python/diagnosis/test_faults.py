@@ -53,10 +53,11 @@ def test_fault_is_named(programs, fault):
     assert [all(text in hint for text in SHOWN[fault]) for hint in hints].count(True) == 1, hints
 
 
-def test_scaled_gradients_that_are_clipped_cause_a_warning(programs):
+def test_scaled_gradients_that_are_clipped_cause_a_warning_and_a_hint(programs):
     hints, text = diagnosed(programs, PROGRAM, "clipping")
-    assert not any("clip" in hint for hint in hints)
-    assert "gradients were clipped to max_norm=1 while they were still multiplied" in text
+    warning = "gradients were clipped to max_norm=1 while they were still multiplied"
+    assert [hint.startswith(warning) for hint in hints if "clip" in hint] == [True]
+    assert f"UserWarning: {warning}" in text
 
 
 @pytest.mark.parametrize("example", sorted(file.stem for file in EXAMPLES.glob("*.py")))
