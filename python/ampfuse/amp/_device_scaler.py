@@ -46,6 +46,7 @@ class DeviceScaler(ReportingScaler):
         """Step an optimizer that may take scale and flag as tensors, but not the scaler."""
         scale, _ = self._check_scale_growth_tracker("step")
         self._check_scaled("step")
+        self._forget_unscaling_before_load(optimizer)
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(
@@ -59,9 +60,7 @@ class DeviceScaler(ReportingScaler):
             else:
                 self.unscale_(optimizer)
             inspection = self._inspections.get(id(optimizer))
-            limit = getattr(optimizer, "max_grad_norm", None) if takes_tensors else None
-            if inspection is not None and (self._has_scaled or limit is not None):
-                self._watch.note_norm(optimizer, inspection, limit, scale)
+            self._watch.note_inspection(optimizer, state, inspection, scale, self._has_scaled)
         else:
             self._watch.look_for_new_gradients(state)
         has_gradients = len(state["found_inf_per_device"]) > 0
@@ -72,7 +71,6 @@ class DeviceScaler(ReportingScaler):
                 "GradScaler(allow_no_grads=True)"
             )
         signals = self._note_step(optimizer, state)
-        self._watch.note_scaled_step(optimizer, state, self._inspections.get(id(optimizer)))
         if takes_tensors:
             result = step_with(optimizer, signals, args, kwargs)
         elif has_gradients:
@@ -85,6 +83,7 @@ class DeviceScaler(ReportingScaler):
     def _unscale(self, optimizer: Optimizer) -> None:
         scale, _ = self._check_scale_growth_tracker("unscale_")
         self._check_scaled("unscale_")
+        self._forget_unscaling_before_load(optimizer)
         state = self._state_of(optimizer)
         if state["stage"] is OptState.UNSCALED:
             raise RuntimeError(
@@ -142,11 +141,7 @@ class DeviceScaler(ReportingScaler):
                 norms=None if norm is None else norms,
                 **self.policy.options,
             )
-            self._watch.look_for_steps_after_unscaling(
-                self._per_optimizer_states.values(), self._history
-            )
-            self._watch.look_for_forgotten_losses(self)
-            self._watch.note_update(scale)
+            self._watch.note_update(self, self._history, scale)
         self._has_announced = self._has_scaled = False
         self._per_optimizer_states.clear()
         self._inspections.clear()
@@ -217,7 +212,6 @@ class DeviceScaler(ReportingScaler):
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return torch's record of what was done with the optimizer since the last update."""
-        self._forget_unscaling_before_load(optimizer)
         states = self._per_optimizer_states
         if id(optimizer) not in states:  # torch.compile does not trace torch's function for this
             states[id(optimizer)] = {"stage": OptState.READY, "found_inf_per_device": {}}

@@ -162,9 +162,8 @@ class GradScaler(DeviceScaler):
         if not self._enabled:
             return outputs
         self._has_scaled = True
-        self._watch.note_scaled_loss(outputs, self, self._history)
         result = scaled(outputs, self._scale_on)
-        self._watch.look_at_scaled(outputs, result)
+        self._watch.note_scaled_loss(outputs, result, self, self._history)
         return result
 
     _own_scale = scale  # derived classes may override scale
@@ -256,6 +255,7 @@ class GradScaler(DeviceScaler):
         params = [param for group in groups_of(optimizer) for param in group["params"]]
         if not self._enabled:
             return clip_grad_norm_(params, max_norm)
+        self._forget_unscaling_before_load(optimizer)
         state = self._state_of(optimizer)
         if state["stage"] is OptState.UNSCALED:
             self._watch.look_for_new_gradients(state)

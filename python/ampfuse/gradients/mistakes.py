@@ -5,7 +5,6 @@ numbers that it needs are copied to the host without waiting, so on a GPU the wa
 steps later.
 """
 
-import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -21,14 +20,14 @@ from ampfuse._host_copy import HostCopy, number_in
 from ampfuse._nested import params_of
 from ampfuse._warning import warn_caller
 from ampfuse.gradients import _mistake_texts as texts
+from ampfuse.gradients._first_norms import (
+    FAR_BELOW_THE_SCALE,
+    STEPS_WATCHED,
+    FirstNorms,
+    StepNorm,
+)
 from ampfuse.gradients.devices import largest
 from ampfuse.gradients.shards import local
-
-STEPS_WATCHED = 3
-
-# A limit below this fraction of the scale is a mistake: a program that clips scaled gradients on
-# purpose multiplies the limit by the scale.
-FAR_BELOW_THE_SCALE = 1e-3
 
 # At the last of these losses, look once whether all parameters of one of the three losses from the
 # first one on were written since, and not by the scaler. Another network may take steps between
@@ -51,62 +50,6 @@ class ClipRecord(NamedTuple):
     version: int  # the gradient's version counter after clipping
     max_norm: float
     total_norm: Tensor  # norm before clipping; if it is a DTensor, this rank's part of it
-
-
-class StepNorm(NamedTuple):
-    """The norm of an optimizer's gradients in one of its first steps, on its way to the host."""
-
-    norm: HostCopy
-    scale: HostCopy
-    is_scaled: bool  # True if it is the norm of scaled gradients
-    limit: float | None  # the optimizer's own
-
-    def scaled_norm(self) -> float | None:
-        """Return the norm of the scaled gradients, or None if it has not arrived."""
-        norm, scale = self.norm.number(), self.scale.number()
-        if norm is None or scale is None:
-            return None
-        return norm if self.is_scaled else norm * scale
-
-
-class FirstNorms:
-    """The first finite norms of an optimizer's gradients."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepNorm] = []
-        self.are_judged = False
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if there are norms that were not judged."""
-        return len(self.steps) > 0 and not self.are_judged
-
-    def mistake(self) -> tuple[str, float, float] | None:
-        """Judge the norms if all have arrived; return a text, the limit and the scale, or None."""
-        arrived = [
-            (norm, scale)
-            for step in self.steps
-            if (norm := step.scaled_norm()) is not None and (scale := step.scale.number())
-        ]
-        if len(arrived) < STEPS_WATCHED:
-            return None
-        finite = [math.isfinite(norm) for norm, _ in arrived]
-        if not all(finite):  # the first scales often overflow
-            self.steps = [step for step, keep in zip(self.steps, finite, strict=True) if keep]
-            return None
-        self.are_judged = True
-        (norm, scale), *_ = arrived
-        limit = self.steps[0].limit
-        # Without a limit of the optimizer, gradients that have the same round norm in each step
-        # were clipped to it.
-        clipped_to = float(f"{norm:.2g}") if limit is None else limit
-        if not all(was_clipped(norm, clipped_to, scale) for norm, scale in arrived):
-            return None
-        return (
-            texts.CLIPPED_WHILE_SCALED if limit is None else texts.CLIPPED_TWICE,
-            clipped_to,
-            scale,
-        )
 
 
 _lock = threading.Lock()  # guards the next two: each thread may train its own model
@@ -160,8 +103,8 @@ class Watch:
         self.is_scale_known = True
 
     @eager_only
-    def note_scaled_loss(self, loss: Any, scaler: Any, history: Any) -> None:
-        """Record that `scaler` scales a loss: the next gradients are scaled.
+    def note_scaled_loss(self, loss: Any, scaled: Any, scaler: Any, history: Any) -> None:
+        """Record that `scaler` has scaled a loss: the next gradients are scaled.
 
         `history`: the scaler's, which knows steps in compiled code, too. Their parameters are not
         known, so nothing is said about steps without the scaler then.
@@ -181,13 +124,13 @@ class Watch:
                 if self._steps == 0:
                     _first_steps.add(self)
         if self._losses < LAST_LOSS:
+            self._look_at_scaled(loss, scaled)
             self._losses = LAST_LOSS if history.is_last_in_graph else self._losses + 1
             self._look_for_steps_without_scaler(loss)
 
-    @eager_only
-    def look_at_scaled(self, loss: Any, scaled: Any) -> None:
+    def _look_at_scaled(self, loss: Any, scaled: Any) -> None:
         """Warn if the loss was scaled before; `scaled` is the product."""
-        if self._losses < LAST_LOSS and getattr(scaled, "grad_fn", None) is not None:
+        if getattr(scaled, "grad_fn", None) is not None:
             if loss.grad_fn is not None and loss.grad_fn.metadata.get(IS_SCALED):
                 self._warn(texts.SCALED_TWICE)
             scaled.grad_fn.metadata[IS_SCALED] = True
@@ -238,17 +181,7 @@ class Watch:
             state["is_stale"] = False  # one warning is enough
             self._warn(texts.COMPUTED_AGAIN)
 
-    @eager_only
-    def note_scaled_step(self, optimizer: Any, state: dict[str, Any], inspection: Any) -> None:
-        """Record in the scaler's `state` that an optimizer of ampfuse steps on scaled gradients."""
-        if self._losses == LAST_LOSS or inspection is None or not inspection.is_scaled:
-            return
-        if hasattr(optimizer, "_slot"):
-            state["slot"] = optimizer._slot
-            optimizer._slot.watch(params_of(optimizer))
-
-    @eager_only
-    def look_for_forgotten_losses(self, scaler: Any) -> None:
+    def _look_for_forgotten_losses(self, scaler: Any) -> None:
         """Warn if no loss was scaled for some steps, or if an optimizer has stepped twice.
 
         One loss may serve several optimizers, with an update after each. The first stages of a
@@ -266,8 +199,7 @@ class Watch:
         if any([slot.has_stepped_twice() for slot in slots]):
             self._warn(texts.STEPPED_TWICE)
 
-    @eager_only
-    def look_for_steps_after_unscaling(
+    def _look_for_steps_after_unscaling(
         self, states: Iterable[dict[str, Any]], history: Any
     ) -> None:
         """Record steps that optimizers have taken by themselves after `unscale_` as taken."""
@@ -290,7 +222,14 @@ class Watch:
             self._warn(texts.STEPPED_IN_SPITE)
 
     @eager_only
-    def note_update(self, scale: Tensor) -> None:
+    def note_update(self, scaler: Any, history: Any, scale: Tensor) -> None:
+        """Look for mistakes that the steps before an update show."""
+        states = scaler._per_optimizer_states.values()
+        self._look_for_steps_after_unscaling(states, history)
+        self._look_for_forgotten_losses(scaler)
+        self._look_at_scale(scale)
+
+    def _look_at_scale(self, scale: Tensor) -> None:
         """Warn once if the scale has fallen so far that each step is skipped."""
         self._updates += 1
         if self._updates % UPDATES_BETWEEN_LOOKS or self._scale is None or not has_number(scale):
@@ -329,11 +268,32 @@ class Watch:
         self.is_done = self._steps > STEPS_WATCHED and (self.has_reported or not is_waiting)
 
     @eager_only
-    def note_norm(
+    def note_inspection(
+        self,
+        optimizer: Any,
+        state: dict[str, Any],
+        inspection: Any,
+        scale: Tensor,
+        has_scaled: bool,
+    ) -> None:
+        """Record that an optimizer steps on gradients that the scaler has just inspected.
+
+        `has_scaled`: whether a loss was scaled since the last update.
+        """
+        if inspection is None:
+            return
+        limit = getattr(optimizer, "max_grad_norm", None) if inspection.is_scaled else None
+        if inspection.is_scaled and self._losses < LAST_LOSS and hasattr(optimizer, "_slot"):
+            state["slot"] = optimizer._slot
+            optimizer._slot.watch(params_of(optimizer))
+        if limit is not None or (has_scaled and not self.is_scale_known):
+            self._note_norm(optimizer, inspection, limit, scale)
+
+    def _note_norm(
         self, optimizer: Any, inspection: Any, limit: float | None, scale: Tensor
     ) -> None:
         """Record the norm of an optimizer's gradients, and the limit of its own, or None."""
-        if self.has_reported or is_capturing() or (limit is None and self.is_scale_known):
+        if self.has_reported or is_capturing():
             return
         norms = self._norms.setdefault(id(optimizer), FirstNorms())
         if norms.are_judged:
@@ -398,11 +358,6 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
                 leaves.append(node.variable)
             nodes += [following for following, _ in node.next_functions]
     return leaves
-
-
-def was_clipped(norm: float, limit: float, scale: float) -> bool:
-    """Return True if gradients of this norm were clipped to this limit while they were scaled."""
-    return 0 < limit < FAR_BELOW_THE_SCALE * scale and abs(norm / limit - 1) < 1e-3
 
 
 def has_number(tensor: Tensor) -> bool:

@@ -359,9 +359,9 @@ def test_lookup_of_a_clipped_gradient_is_safe_while_a_thread_scales_losses(
 
     def scale_losses():
         while not done.is_set():
-            watches[1].note_scaled_loss(None, scaler, scaler._history)
+            watches[1].note_scaled_loss(None, None, scaler, scaler._history)
 
-    watches[0].note_scaled_loss(None, scaler, scaler._history)
+    watches[0].note_scaled_loss(None, None, scaler, scaler._history)
     with ThreadPoolExecutor(1) as pool:
         scaling = pool.submit(scale_losses)
         try:

@@ -1,0 +1,74 @@
+"""The norms of gradients in an optimizer's first steps, which show whether they were clipped."""
+
+import math
+from typing import NamedTuple
+
+from ampfuse._host_copy import HostCopy
+from ampfuse.gradients import _mistake_texts as texts
+
+STEPS_WATCHED = 3
+
+# A limit below this fraction of the scale is a mistake: a program that clips scaled gradients on
+# purpose multiplies the limit by the scale.
+FAR_BELOW_THE_SCALE = 1e-3
+
+
+class StepNorm(NamedTuple):
+    """The norm of an optimizer's gradients in one of its first steps, on its way to the host."""
+
+    norm: HostCopy
+    scale: HostCopy
+    is_scaled: bool  # True if it is the norm of scaled gradients
+    limit: float | None  # the optimizer's own
+
+    def scaled_norm(self) -> float | None:
+        """Return the norm of the scaled gradients, or None if it has not arrived."""
+        norm, scale = self.norm.number(), self.scale.number()
+        if norm is None or scale is None:
+            return None
+        return norm if self.is_scaled else norm * scale
+
+
+class FirstNorms:
+    """The first finite norms of an optimizer's gradients."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepNorm] = []
+        self.are_judged = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if there are norms that were not judged."""
+        return len(self.steps) > 0 and not self.are_judged
+
+    def mistake(self) -> tuple[str, float, float] | None:
+        """Judge the norms if all have arrived; return a text, the limit and the scale, or None."""
+        arrived = [
+            (norm, scale)
+            for step in self.steps
+            if (norm := step.scaled_norm()) is not None and (scale := step.scale.number())
+        ]
+        if len(arrived) < STEPS_WATCHED:
+            return None
+        finite = [math.isfinite(norm) for norm, _ in arrived]
+        if not all(finite):  # the first scales often overflow
+            self.steps = [step for step, keep in zip(self.steps, finite, strict=True) if keep]
+            return None
+        self.are_judged = True
+        (norm, scale), *_ = arrived
+        limit = self.steps[0].limit
+        # Without a limit of the optimizer, gradients that have the same round norm in each step
+        # were clipped to it.
+        clipped_to = float(f"{norm:.2g}") if limit is None else limit
+        if not all(was_clipped(norm, clipped_to, scale) for norm, scale in arrived):
+            return None
+        return (
+            texts.CLIPPED_WHILE_SCALED if limit is None else texts.CLIPPED_TWICE,
+            clipped_to,
+            scale,
+        )
+
+
+def was_clipped(norm: float, limit: float, scale: float) -> bool:
+    """Return True if gradients of this norm were clipped to this limit while they were scaled."""
+    return 0 < limit < FAR_BELOW_THE_SCALE * scale and abs(norm / limit - 1) < 1e-3
