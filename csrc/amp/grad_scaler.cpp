@@ -59,32 +59,11 @@ void unscale(ScalerState& state, OptimizerState& of_optimizer,
       amp::inspect(optimizer, inv_scale, at::zeros_like(state.scale),
                    state.options.allow_fp16_grads(), state.options.process_group());
   of_optimizer.stage = Stage::kUnscaled;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& param : group.params()) {
-      if (!param.grad().defined()) continue;
-      of_optimizer.unscaled = param;
-      return;
-    }
-  }
-}
-
-// Returns true if gradients were reset and computed again since they were unscaled.
-bool has_new_gradients(const OptimizerState& of_optimizer) {
-  return of_optimizer.is_stale && of_optimizer.unscaled.grad().defined();
-}
-
-// Returns what was done with an optimizer since the last update. Gradients that were computed after
-// a load are unscaled, whatever was unscaled before it.
-OptimizerState& current_state(ScalerState& state, const torch::optim::Optimizer& optimizer) {
-  OptimizerState& of_optimizer = state.of(optimizer);
-  if (of_optimizer.is_loaded && has_new_gradients(of_optimizer)) {
-    of_optimizer = {of_optimizer.first_param, of_optimizer.address};
-  }
-  return of_optimizer;
+  of_optimizer.note_unscaled(optimizer);
 }
 
 void look_for_new_gradients(OptimizerState& of_optimizer) {
-  if (!has_new_gradients(of_optimizer)) return;
+  if (!of_optimizer.has_new_gradients()) return;
   of_optimizer.is_stale = false;  // one warning is enough
   TORCH_WARN(
       "gradients were computed again since they were unscaled, so they are still multiplied by the "
@@ -163,12 +142,7 @@ int64_t detail::scaled_losses(const GradScaler& scaler) {
 at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!is_enabled()) return outputs;
   TORCH_CHECK_TYPE(outputs.defined(), "GradScaler::scale: expected a tensor, got none");
-  state_->has_scaled = true;
-  ++state_->losses;
-  for (OptimizerState& of_optimizer : state_->optimizers) {
-    if (of_optimizer.stage != Stage::kUnscaled || !of_optimizer.unscaled.defined()) continue;
-    of_optimizer.is_stale |= !of_optimizer.unscaled.grad().defined();
-  }
+  state_->note_scaled_loss();
   // Replays of a graph scale losses without this function.
   if (outputs.is_cuda() && is_capturing()) state_->is_known = true;
   return outputs * on_device(state_->scale_on(outputs.device()), outputs.device());
@@ -184,7 +158,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!is_enabled()) return;
   check_has_scale(*state_, "unscale_");
   check_is_scaled(*state_, "unscale_");
-  OptimizerState& of_optimizer = current_state(*state_, optimizer);
+  OptimizerState& of_optimizer = state_->current(optimizer);
   TORCH_CHECK(of_optimizer.stage != Stage::kUnscaled,
               "unscale_() has already been called on this optimizer since the last update(). Is "
               "scaler.update() missing?");
@@ -195,7 +169,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
 at::Tensor GradScaler::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm) {
   const std::vector<at::Tensor> params = amp::params_of(optimizer);
   if (!is_enabled()) return ampfuse::clip_grad_norm_(params, max_norm);
-  OptimizerState& of_optimizer = current_state(*state_, optimizer);
+  OptimizerState& of_optimizer = state_->current(optimizer);
   if (of_optimizer.stage == Stage::kUnscaled) {
     look_for_new_gradients(of_optimizer);
     return ampfuse::clip_grad_norm_(params, max_norm);
@@ -216,7 +190,7 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   check_closure(optimizer, closure != nullptr);
   check_has_scale(*state_, "step");
   check_is_scaled(*state_, "step");
-  OptimizerState& of_optimizer = current_state(*state_, optimizer);
+  OptimizerState& of_optimizer = state_->current(optimizer);
   TORCH_CHECK(
       of_optimizer.stage != Stage::kStepped,
       "step() has already been called since the last update(). Is scaler.update() missing?");

@@ -28,6 +28,16 @@ at::Tensor first_param_of(const torch::optim::Optimizer& optimizer) {
 
 }  // namespace
 
+void OptimizerState::note_unscaled(const torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      if (!param.grad().defined()) continue;
+      unscaled = param;
+      return;
+    }
+  }
+}
+
 ScalerState::ScalerState(GradScalerOptions given)
     : options(std::move(given)),
       enabled(can_be_enabled(options)),
@@ -48,6 +58,21 @@ OptimizerState& ScalerState::of(const torch::optim::Optimizer& optimizer) {
   }
   optimizers.push_back({first_param, &optimizer});
   return optimizers.back();
+}
+
+OptimizerState& ScalerState::current(const torch::optim::Optimizer& optimizer) {
+  OptimizerState& found = of(optimizer);
+  if (found.is_loaded && found.has_new_gradients()) found = {found.first_param, found.address};
+  return found;
+}
+
+void ScalerState::note_scaled_loss() {
+  has_scaled = true;
+  ++losses;
+  for (OptimizerState& known : optimizers) {
+    if (known.stage != Stage::kUnscaled || !known.unscaled.defined()) continue;
+    known.is_stale |= !known.unscaled.grad().defined();
+  }
 }
 
 at::Device ScalerState::first_device() const {

@@ -14,6 +14,12 @@ struct OptimizerState {
   const void* address;     // identifies an optimizer without parameters
   Stage stage = Stage::kReady;
   Inspection inspection = {};
+  /// Records the first parameter whose gradient was unscaled.
+  void note_unscaled(const torch::optim::Optimizer& optimizer);
+
+  /// Returns true if gradients were reset and computed again since they were unscaled.
+  bool has_new_gradients() const { return is_stale && unscaled.grad().defined(); }
+
   at::Tensor unscaled = {};  // the first parameter whose gradient was unscaled
   bool is_stale = false;     // its gradient was reset since, and a loss was scaled
   bool is_loaded = false;    // the scaler has loaded a state since
@@ -24,6 +30,12 @@ class ScalerState {
   explicit ScalerState(GradScalerOptions options);
 
   OptimizerState& of(const torch::optim::Optimizer& optimizer);
+
+  /// Like of(), but gradients that were computed after a load count as scaled, whatever was
+  /// unscaled before it.
+  OptimizerState& current(const torch::optim::Optimizer& optimizer);
+
+  void note_scaled_loss();
 
   /// Returns the device of the scale if scale_tensor() is called before scale() has seen a tensor.
   at::Device first_device() const;

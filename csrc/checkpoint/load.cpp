@@ -23,19 +23,24 @@ std::optional<at::IValue> part_of_one_process(const at::IValue& stored) {
   return ranks.size() == 1 ? std::optional(ranks[0]) : std::nullopt;
 }
 
-std::string names_of_parts(const Dict& parts) {
+// Returns the names of all parts but the random numbers.
+std::set<std::string> names_of(const Dict& parts) {
   std::set<std::string> names;
   for (const auto& part : parts) names.insert(part.key().toStringRef());
   names.erase("rng");
+  return names;
+}
+
+std::string names_of_parts(const Dict& parts) {
+  std::set<std::string> names = names_of(parts);
   if (names.size() > 1) names.erase("values");
   return c10::Join(", ", names);
 }
 
 // Warns of what is in the checkpoint and was not asked for.
 void warn_of_parts_left(const Dict& parts, const Objects& objects, const std::string& folder) {
-  std::set<std::string> left;
-  for (const auto& part : parts) left.insert(part.key().toStringRef());
-  for (const char* not_an_object : {"rng", "values"}) left.erase(not_an_object);
+  std::set<std::string> left = names_of(parts);
+  left.erase("values");
   for (const auto& object : objects) left.erase(object.first);
   if (left.empty()) return;
   TORCH_WARN("load: ", folder, "it has ", c10::Join(", ", left), ", too, which is not loaded");

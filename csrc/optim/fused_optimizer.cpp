@@ -47,6 +47,13 @@ void add_new_params(const torch::optim::OptimizerParamGroup& group, size_t group
   }
 }
 
+// Returns the parameters of all groups. Throws if one is in them twice.
+KnownParams known_params(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  KnownParams known;
+  for (size_t i = 0; i < groups.size(); ++i) add_new_params(groups[i], i, known);
+  return known;
+}
+
 size_t number_of_params(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
   size_t params = 0;
   for (const auto& group : groups) params += group.params().size();
@@ -182,10 +189,7 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& gr
   const GroupSettings settings = rule_->checked_settings(options, index);
   optim::check_initial(settings);
   optim::check_params(group, settings, index, *rule_);
-  KnownParams known;
-  for (const auto& earlier : param_groups_) {
-    for (const at::Tensor& param : earlier.params()) known.insert(param.unsafeGetTensorImpl());
-  }
+  KnownParams known = known_params(param_groups_);
   add_new_params(group, index, known);
   rule_->check_new(options);
   Optimizer::add_param_group(group);
@@ -197,9 +201,7 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& gr
 // torch's add_param_group, which is not virtual, does not check whether a parameter is known.
 void FusedOptimizer::check_repeats() {
   if (number_of_params(param_groups_) == params_checked_) return;
-  KnownParams known;
-  for (size_t i = 0; i < param_groups_.size(); ++i) add_new_params(param_groups_[i], i, known);
-  params_checked_ = known.size();
+  params_checked_ = known_params(param_groups_).size();
 }
 
 at::Tensor FusedOptimizer::step(LossClosure closure) {
