@@ -46,8 +46,7 @@ class DeviceScaler(ReportingScaler):
         """Step an optimizer that may take scale and flag as tensors, but not the scaler."""
         scale, _ = self._check_scale_growth_tracker("step")
         self._check_scaled("step")
-        self._forget_unscaling_before_load(optimizer)
-        state = self._state_of(optimizer)
+        state = self._current_state(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(
                 "step() has already been called since the last update(). Is scaler.update() "
@@ -83,8 +82,7 @@ class DeviceScaler(ReportingScaler):
     def _unscale(self, optimizer: Optimizer) -> None:
         scale, _ = self._check_scale_growth_tracker("unscale_")
         self._check_scaled("unscale_")
-        self._forget_unscaling_before_load(optimizer)
-        state = self._state_of(optimizer)
+        state = self._current_state(optimizer)
         if state["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update(). Is "
@@ -175,15 +173,6 @@ class DeviceScaler(ReportingScaler):
             self._per_optimizer_states.pop(id(optimizer), None)
             self._inspections.pop(id(optimizer), None)
 
-    def mistakes(self) -> list[str]:
-        """Return the texts of the warnings about mistakes that were given."""
-        return list(self._watch.warnings) if self._enabled else []
-
-    def only_scales(self) -> bool:
-        """Return True if losses were scaled, and no gradients unscaled, by the scaler or others."""
-        is_used = self._history.has_stepped or self._watch.has_unscaled
-        return self._has_scaled and not is_used and not self._watch.is_scale_known
-
     # --- private methods of torch's class -------------------------------------------------------
 
     def _traced_scale_on(self, device: torch.device) -> Tensor:
@@ -216,6 +205,11 @@ class DeviceScaler(ReportingScaler):
         if id(optimizer) not in states:  # torch.compile does not trace torch's function for this
             states[id(optimizer)] = {"stage": OptState.READY, "found_inf_per_device": {}}
         return states[id(optimizer)]
+
+    def _current_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the record of `_state_of`; gradients that follow a load count as scaled."""
+        self._forget_unscaling_before_load(optimizer)
+        return self._state_of(optimizer)
 
     @eager_only
     def _forget_unscaling_before_load(self, optimizer: Optimizer) -> None:

@@ -11,6 +11,8 @@ from ampfuse.amp._saved import SavedScaler
 class ReportingScaler(SavedScaler):
     """Reports what has happened, from the history on the device."""
 
+    _has_scaled: bool
+
     @property
     def step_skipped(self) -> Tensor:
         """A 0-dim bool tensor, on the scale's device after a step: True if it was skipped."""
@@ -55,3 +57,12 @@ class ReportingScaler(SavedScaler):
             return []
         found = self._history.offenders()
         return [name for name, param in model.named_parameters() if id(param) in found]
+
+    def mistakes(self) -> list[str]:
+        """Return the texts of the warnings about mistakes that were given."""
+        return list(self._watch.warnings) if self._enabled else []
+
+    def only_scales(self) -> bool:
+        """Return True if losses were scaled, and no gradients unscaled, by the scaler or others."""
+        is_used = self._history.has_stepped or self._watch.has_unscaled
+        return self._has_scaled and not is_used and not self._watch.is_scale_known

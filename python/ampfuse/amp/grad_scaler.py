@@ -255,8 +255,7 @@ class GradScaler(DeviceScaler):
         params = [param for group in groups_of(optimizer) for param in group["params"]]
         if not self._enabled:
             return clip_grad_norm_(params, max_norm)
-        self._forget_unscaling_before_load(optimizer)
-        state = self._state_of(optimizer)
+        state = self._current_state(optimizer)
         if state["stage"] is OptState.UNSCALED:
             self._watch.look_for_new_gradients(state)
         else:

@@ -40,7 +40,6 @@ LOSSES_KEPT = 3  # those of a GAN alternate
 LARGEST_SCALE_WITHOUT_INVERSE = 2.0**-128
 UPDATES_BETWEEN_LOOKS = 16
 
-
 IS_SCALED = "ampfuse: scaled"  # the mark of scaled losses in the metadata of their nodes
 
 
@@ -87,7 +86,6 @@ class Watch:
         self._clipped: tuple[float, HostCopy, HostCopy] | None = None  # limit, norm and scale
         self._norms: dict[int, FirstNorms] = {}  # by the ids of optimizers
         self.warnings: list[str] = []  # those that were given
-        self._has_warned_of_overflow = False
         self.has_reported = False  # True after a warning about clipping
         self.is_done = False  # True if gradients need not be looked at any more
         self.is_scale_known = False  # True if the program may divide by the scale
@@ -213,12 +211,11 @@ class Watch:
 
     def _note_ignored_flag(self, found_inf: Tensor) -> None:
         """Warn if an optimizer has stepped by itself after `unscale_` has set this flag."""
-        if self._has_warned_of_overflow or not has_number(found_inf):
+        if texts.STEPPED_IN_SPITE in self.warnings or not has_number(found_inf):
             return
         if self._ignored_overflow.is_unsent() or self._ignored_overflow.number() == 0:
             self._ignored_overflow.send(found_inf)
         if self._ignored_overflow.number():
-            self._has_warned_of_overflow = True
             self._warn(texts.STEPPED_IN_SPITE)
 
     @eager_only

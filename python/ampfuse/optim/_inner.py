@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse import ops
+from ampfuse._arguments import described
 from ampfuse._dtypes import DTYPES_16_BIT
 from ampfuse.gradients.devices import largest, move_to
 from ampfuse.gradients.lists import resolve_conjugate_grad
@@ -126,8 +127,14 @@ def with_masters(group: dict[str, Any]) -> dict[str, Any]:
     return {**{name: group[name] for name in group if name not in PARAMS}, "params": params}
 
 
-def check_inner(inner: Any, groups: list[dict[str, Any]]) -> None:
-    """Raise unless this is an optimizer of these groups, whose step needs no closure."""
+def make_inner(make: Any, groups: list[dict[str, Any]]) -> Optimizer:
+    """Call `make`; raise unless it returns an optimizer of these groups that needs no closure."""
+    if not callable(make):
+        raise TypeError(
+            "make: expected a function, for example lambda groups: torch.optim.Muon(groups, "
+            f"lr=0.02), got {described(make)}"
+        )
+    inner = make([dict(group) for group in groups])
     if not isinstance(inner, Optimizer):
         raise TypeError(f"make: expected a function that returns an optimizer, got {inner!r} of it")
     given = [
@@ -144,6 +151,7 @@ def check_inner(inner: Any, groups: list[dict[str, Any]]) -> None:
             f"make: expected an optimizer whose step needs no closure, got {type(inner).__name__}: "
             "use it without Mastered, with float32 parameters"
         )
+    return inner
 
 
 def check_sizes(groups: list[dict[str, Any]], inner_groups: list[dict[str, Any]]) -> None:

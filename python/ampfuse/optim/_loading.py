@@ -136,22 +136,24 @@ def refuse_other_order(found: dict[Any, Owner], states: dict[Any, dict[str, Any]
     for key, (param, master) in masters.items():
         if not is_plain(param) or not is_plain(master) or param.is_meta or master.is_meta:
             return
-        value = rounded(master, param)
+        value = rounded_master(master, param)
         if torch.equal(value, param) or bool((value == value.flatten()[0]).all()):
             continue  # norms and biases may be constant, and alike
-        others = [other for other in masters if other != key]
-        goes_to = [other for other in others if is_same(masters[other][0], value)]
-        comes_from = [one for one in others if is_same(rounded(masters[one][1], param), param)]
-        if goes_to and comes_from:
-            raise ValueError(
-                f"loaded state dict: the master of parameter {key} is the value of parameter "
-                f"{goes_to[0]}, and that of parameter {comes_from[0]} its own: make the optimizer "
-                "with its parameters in the order that they had when it was saved"
-            )
-        return  # the model was not loaded before, so nothing is known
+        alike = {k: pair for k, pair in masters.items() if pair[0].shape == param.shape}
+        goes_to = next((k for k, (one, _) in alike.items() if is_same(one, value)), None)
+        if goes_to is None:
+            return  # the model was not loaded before, so nothing is known
+        for comes_from, (_, other) in alike.items():
+            if is_same(rounded_master(other, param), param):
+                raise ValueError(
+                    f"loaded state dict: the master of parameter {key} is the value of parameter "
+                    f"{goes_to}, and that of parameter {comes_from} its own: make the optimizer "
+                    "with its parameters in the order that they had when it was saved"
+                )
+        return
 
 
-def rounded(master: Tensor, param: Tensor) -> Tensor:
+def rounded_master(master: Tensor, param: Tensor) -> Tensor:
     """Return a master in its parameter's dtype, on its device."""
     return master.to(param.device, param.dtype)
 

@@ -13,7 +13,6 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ampfuse._arguments import described
 from ampfuse._copies import copied_with_group
 from ampfuse._graphs import is_capturing
 from ampfuse.gradients.shards import refuse_common_ranks
@@ -24,8 +23,8 @@ from ampfuse.optim._clips import group_clips
 from ampfuse.optim._inner import (
     PARAMS,
     adopt_writes,
-    check_inner,
     check_sizes,
+    make_inner,
     must_skip,
     place_master,
     read_inner_columns,
@@ -98,13 +97,7 @@ class Mastered(Optimizer):
         self._agreed: list[dict[str, Any]] = []  # options of each group, when they were the same
         Optimizer.__init__(self, params, {})
         groups = [with_masters(group) for group in self.param_groups]
-        if not callable(make):
-            raise TypeError(
-                "make: expected a function, for example lambda groups: torch.optim.Muon(groups, "
-                f"lr=0.02), got {described(make)}"
-            )
-        self.inner = make([dict(group) for group in groups])
-        check_inner(self.inner, groups)
+        self.inner = make_inner(make, groups)
         for group in self.param_groups:
             refuse_options_of_others(group, self.inner.defaults)
         self.defaults = self.inner.defaults
