@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ampfuse import ops
 from ampfuse._graphs import at_compile_time, eager_only, make_static, traced_as
+from ampfuse._host_copy import number_in
 from ampfuse.amp._reports import ReportingScaler
 from ampfuse.amp._snapshot import ScalerSnapshot
 from ampfuse.gradients.devices import largest, move_to
@@ -23,7 +24,11 @@ from ampfuse.gradients.inspection import (
     norm_or_refuse,
     unscaled_norm,
 )
-from ampfuse.gradients.mistakes import LARGEST_SCALE_WITHOUT_INVERSE, has_new_gradients
+from ampfuse.gradients.mistakes import (
+    LARGEST_SCALE_WITHOUT_INVERSE,
+    has_new_gradients,
+    has_number,
+)
 from ampfuse.gradients.signals import BackwardNorms, Signals
 from ampfuse.optim.stepping import may_skip_on_device, step_with
 
@@ -340,12 +345,9 @@ class DeviceScaler(ReportingScaler):
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         """Check gradients that are still scaled, like torch's method of this name."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        # A scale without a finite inverse counts as an overflow, whatever the gradients are. The
-        # quotient, rounded down, is non-zero for exactly these scales.
-        found_inf = LARGEST_SCALE_WITHOUT_INVERSE // scale
+        found_inf, one = flag_without_inverse(scale), torch.ones_like(scale)
         known = BackwardNorms.find(optimizer)
-        one = torch.ones_like(scale)
-        if known is None:
+        if known is None and type(self)._unscale_grads_ is not DeviceScaler._unscale_grads_:
             flags = self._unscale_grads_(optimizer, one, found_inf, True)
         else:
             flags = self._inspect(optimizer, one, found_inf, True, known)
@@ -371,6 +373,22 @@ class DeviceScaler(ReportingScaler):
             signals = self._signals(optimizer, optimizer_state, found_inf)
             return step_with(optimizer, signals, args, kwargs)
         return None if found_inf.item() else optimizer.step(*args, **kwargs)
+
+
+def _divided_flag(scale: Tensor) -> Tensor:
+    return LARGEST_SCALE_WITHOUT_INVERSE // scale  # non-zero for exactly these scales
+
+
+@traced_as(_divided_flag)
+def flag_without_inverse(scale: Tensor) -> Tensor:
+    """Return a flag that is not 0 if the scale has no finite inverse.
+
+    Such a scale counts as an overflow, whatever the gradients are. A CPU's scale is read at once,
+    since a division takes a twentieth of a small step.
+    """
+    if not scale.is_cpu or not has_number(scale):
+        return _divided_flag(scale)
+    return torch.full_like(scale, number_in(scale) <= LARGEST_SCALE_WITHOUT_INVERSE)
 
 
 def scaled(outputs: Any, scale_on: Callable[[torch.device], Tensor]) -> Any:
