@@ -59,16 +59,7 @@ void unscale(ScalerState& state, OptimizerState& of_optimizer,
       amp::inspect(optimizer, inv_scale, at::zeros_like(state.scale),
                    state.options.allow_fp16_grads(), state.options.process_group());
   of_optimizer.stage = Stage::kUnscaled;
-  of_optimizer.note_unscaled(optimizer);
-}
-
-void look_for_new_gradients(OptimizerState& of_optimizer) {
-  if (!of_optimizer.has_new_gradients()) return;
-  of_optimizer.is_stale = false;  // one warning is enough
-  TORCH_WARN(
-      "gradients were computed again since they were unscaled, so they are still multiplied by the "
-      "loss scale: call scaler.update() after each step, also after one that failed, and if a "
-      "batch is dropped after scaler.unscale_(optimizer)");
+  of_optimizer.unscaled.note_unscaled(optimizer);
 }
 
 void inspect_scaled(ScalerState& state, OptimizerState& of_optimizer,
@@ -134,7 +125,7 @@ GradScalerOptions& GradScaler::options() {
 }
 
 int64_t detail::scaled_losses(const GradScaler& scaler) {
-  return scaler.checked_state()->losses;
+  return scaler.checked_state()->watch.losses();
 }
 
 // --- losses and gradients ------------------------------------------------------------------------
@@ -142,10 +133,12 @@ int64_t detail::scaled_losses(const GradScaler& scaler) {
 at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!is_enabled()) return outputs;
   TORCH_CHECK_TYPE(outputs.defined(), "GradScaler::scale: expected a tensor, got none");
-  state_->note_scaled_loss();
   // Replays of a graph scale losses without this function.
   if (outputs.is_cuda() && is_capturing()) state_->is_known = true;
-  return outputs * on_device(state_->scale_on(outputs.device()), outputs.device());
+  const at::Tensor product =
+      outputs * on_device(state_->scale_on(outputs.device()), outputs.device());
+  state_->note_scaled_loss(outputs, product);
+  return product;
 }
 
 std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
@@ -171,7 +164,7 @@ at::Tensor GradScaler::clip_grad_norm_(torch::optim::Optimizer& optimizer, doubl
   if (!is_enabled()) return ampfuse::clip_grad_norm_(params, max_norm);
   OptimizerState& of_optimizer = state_->current(optimizer);
   if (of_optimizer.stage == Stage::kUnscaled) {
-    look_for_new_gradients(of_optimizer);
+    of_optimizer.unscaled.warn_if_computed_again();
     return ampfuse::clip_grad_norm_(params, max_norm);
   }
   unscale_(optimizer);
@@ -202,7 +195,7 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
       unscale(*state_, of_optimizer, optimizer);
     }
   } else {
-    look_for_new_gradients(of_optimizer);
+    of_optimizer.unscaled.warn_if_computed_again();
   }
   const std::vector<at::Tensor>& flags = of_optimizer.inspection.found_infs;
   TORCH_CHECK(!flags.empty() || fused || state_->options.allow_no_grads(),
@@ -248,7 +241,11 @@ at::Tensor GradScaler::step_with_tensors(FusedOptimizer& optimizer,
   const std::type_info& type = typeid(optimizer);
   const bool is_own_step = type == typeid(Adam) || type == typeid(AdamW) || type == typeid(SGD);
   if (is_own_step && inspection.is_scaled) optimizer.known_norms_ = inspection.total_norms;
-  return optimizer.step();
+  // A step that writes gradients back changes the version that is read here.
+  auto gradient = inspection.is_scaled ? optimizer.first_gradient() : std::nullopt;
+  const at::Tensor loss = optimizer.step();
+  optimizer.stepped_with_ = std::move(gradient);
+  return loss;
 }
 
 // --- the scale -----------------------------------------------------------------------------------

@@ -28,16 +28,6 @@ at::Tensor first_param_of(const torch::optim::Optimizer& optimizer) {
 
 }  // namespace
 
-void OptimizerState::note_unscaled(const torch::optim::Optimizer& optimizer) {
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& param : group.params()) {
-      if (!param.grad().defined()) continue;
-      unscaled = param;
-      return;
-    }
-  }
-}
-
 ScalerState::ScalerState(GradScalerOptions given)
     : options(std::move(given)),
       enabled(can_be_enabled(options)),
@@ -62,16 +52,17 @@ OptimizerState& ScalerState::of(const torch::optim::Optimizer& optimizer) {
 
 OptimizerState& ScalerState::current(const torch::optim::Optimizer& optimizer) {
   OptimizerState& found = of(optimizer);
-  if (found.is_loaded && found.has_new_gradients()) found = {found.first_param, found.address};
+  if (found.is_loaded && found.unscaled.is_computed_again())
+    found = {found.first_param, found.address};
   return found;
 }
 
-void ScalerState::note_scaled_loss() {
+void ScalerState::note_scaled_loss(const at::Tensor& loss, const at::Tensor& product) {
   has_scaled = true;
-  ++losses;
+  watch.note_scaled_loss(loss, product);
   for (OptimizerState& known : optimizers) {
-    if (known.stage != Stage::kUnscaled || !known.unscaled.defined()) continue;
-    known.is_stale |= !known.unscaled.grad().defined();
+    if (known.stage != Stage::kUnscaled) continue;
+    known.unscaled.note_scaled_loss(loss, watch.is_at_start());
   }
 }
 
@@ -92,6 +83,7 @@ const at::Tensor& ScalerState::scale_on(at::Device device) {
 }
 
 void ScalerState::end_step() {
+  watch.note_update(optimizers, !has_scaled && !is_known && !options.process_group());
   has_announced = has_scaled = false;
   optimizers.clear();
 }

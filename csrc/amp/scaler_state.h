@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gradients.h"
+#include "mistakes.h"
 #include "scaler_history.h"
 
 namespace ampfuse::amp {
@@ -14,15 +15,8 @@ struct OptimizerState {
   const void* address;     // identifies an optimizer without parameters
   Stage stage = Stage::kReady;
   Inspection inspection = {};
-  /// Records the first parameter whose gradient was unscaled.
-  void note_unscaled(const torch::optim::Optimizer& optimizer);
-
-  /// Returns true if gradients were reset and computed again since they were unscaled.
-  bool has_new_gradients() const { return is_stale && unscaled.grad().defined(); }
-
-  at::Tensor unscaled = {};  // the first parameter whose gradient was unscaled
-  bool is_stale = false;     // its gradient was reset since, and a loss was scaled
-  bool is_loaded = false;    // the scaler has loaded a state since
+  UnscaledGradient unscaled = {};
+  bool is_loaded = false;  // the scaler has loaded a state since it was unscaled
 };
 
 class ScalerState {
@@ -35,7 +29,7 @@ class ScalerState {
   /// unscaled before it.
   OptimizerState& current(const torch::optim::Optimizer& optimizer);
 
-  void note_scaled_loss();
+  void note_scaled_loss(const at::Tensor& loss, const at::Tensor& product);
 
   /// Returns the device of the scale if scale_tensor() is called before scale() has seen a tensor.
   at::Device first_device() const;
@@ -65,7 +59,7 @@ class ScalerState {
   bool has_announced = false;  // a loss module has asked for the scale since the last update
   bool has_scaled = false;     // a loss was scaled since then
   bool is_known = false;       // the program knows the scale, so it may multiply by it
-  int64_t losses = 0;          // number of losses that were scaled
+  Watch watch;
 
  private:
   double first_scale_;

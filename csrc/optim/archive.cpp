@@ -5,6 +5,8 @@
 #include <c10/core/GradMode.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
+
 #include "../tensors/dtype_name.h"
 #include "../tensors/float_dtypes.h"
 #include "../tensors/tensor_list.h"
@@ -97,6 +99,49 @@ SavedGroup read_saved_group(InputArchive& archive, InputArchive& states,
   return saved;
 }
 
+// Throws if loading would write masters to each other's parameters. States belong to parameters by
+// their order: an optimizer that is made with another order would move the weights of a model that
+// was loaded before.
+void refuse_other_order(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                        const std::vector<SavedGroup>& saved) {
+  struct Loaded {
+    ParamIndex index;
+    at::Tensor param;
+    at::Tensor master;
+    at::Tensor value() const { return master.to(param.device(), param.scalar_type()); }
+  };
+  std::vector<Loaded> loaded;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    for (size_t j = 0; j < saved[i].states.size(); ++j) {
+      const at::Tensor& param = groups[i].params()[j];
+      const auto& state = saved[i].states[j];
+      if (state && state->param.defined() && has_memory(param) && !param.is_meta()) {
+        loaded.push_back({{j, i}, param, state->param});
+      }
+    }
+  }
+  const auto are_same = [](const at::Tensor& a, const at::Tensor& b) {
+    return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() &&
+           a.device() == b.device() && a.equal(b);
+  };
+  for (const Loaded& one : loaded) {
+    const at::Tensor value = one.value();
+    if (value.equal(one.param) || value.numel() == 0) continue;
+    // Norms and biases may be constant, and alike.
+    if (value.eq(value.flatten()[0]).all().item<bool>()) continue;
+    const auto goes_to = std::ranges::find_if(
+        loaded, [&](const Loaded& other) { return are_same(other.param, value); });
+    if (goes_to == loaded.end()) return;  // the model was not loaded before: nothing is known
+    const auto comes_from = std::ranges::find_if(
+        loaded, [&](const Loaded& other) { return are_same(other.value(), one.param); });
+    TORCH_CHECK_VALUE(comes_from == loaded.end(), "loaded state dict: the master of ", one.index,
+                      " is the value of ", goes_to->index, ", and that of ", comes_from->index,
+                      " its own: make the optimizer with its parameters in the order that they had "
+                      "when it was saved");
+    return;
+  }
+}
+
 // Returns the master of a parameter as it is saved: instead of a remainder the master that this
 // represents. A master has adopted what other code wrote to the parameter; the present one stays,
 // as the program may write the old values back.
@@ -160,6 +205,7 @@ void FusedOptimizer::load(InputArchive& archive) {
     groups.read("param_groups/" + std::to_string(i), group);
     saved.push_back(read_saved_group(group, states, param_groups_[i], i, *rule_));
   }
+  refuse_other_order(param_groups_, saved);
   // All new state has been made. Nothing below this fails.
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     param_groups_[i].options().serialize(saved[i].options);

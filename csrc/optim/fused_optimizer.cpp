@@ -204,6 +204,30 @@ void FusedOptimizer::check_repeats() {
   params_checked_ = known_params(param_groups_).size();
 }
 
+std::optional<FusedOptimizer::ScaledGradient> FusedOptimizer::first_gradient() const {
+  using Weak = decltype(ScaledGradient::grad);
+  for (const auto& group : param_groups_) {
+    for (const at::Tensor& param : group.params()) {
+      const at::Tensor& grad = param.grad();
+      if (!grad.defined() || grad.is_inference()) continue;
+      return ScaledGradient{param, Weak(grad.getIntrusivePtr()), static_cast<uint32_t>(grad._version())};
+    }
+  }
+  return std::nullopt;
+}
+
+// Warns if the program steps with the gradients of a scaler's step, which are still scaled.
+void FusedOptimizer::warn_of_scaled_gradient() {
+  const auto last = std::exchange(stepped_with_, std::nullopt);
+  if (!last || grad_scale || found_inf) return;
+  const at::Tensor& grad = last->param.grad();
+  if (!grad.defined() || last->grad.lock() != grad.getIntrusivePtr()) return;
+  if (grad._version() != last->version) return;
+  TORCH_WARN(
+      "optimizer.step() was called beside scaler.step(optimizer), with gradients that are still "
+      "multiplied by the loss scale: call only scaler.step(optimizer)");
+}
+
 at::Tensor FusedOptimizer::step(LossClosure closure) {
   at::Tensor loss;
   if (closure) {
@@ -214,6 +238,7 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
   check_scalar("grad_scale", grad_scale);
   check_scalar("found_inf", found_inf);
   check_repeats();
+  warn_of_scaled_gradient();
   const auto settings = checked_settings(param_groups_, max_grad_norm, *rule_);
   adopt_written_params();
   std::vector<GroupLists> groups;

@@ -77,6 +77,23 @@ void put(at::Tensor& existing, const at::Tensor& value) {
   }
 }
 
+// Throws if a moment was made for another dtype or shape of the parameter.
+void check_is_of(const FusedParamState::Moment& moment, const at::Tensor& param) {
+  const at::Tensor& tensor = moment.tensor;
+  if (!tensor.defined()) return;
+  const auto is_double = [](const at::Tensor& of) {
+    return c10::toRealValueType(of.scalar_type()) == at::kDouble;
+  };
+  TORCH_CHECK_TYPE(
+      is_double(tensor) == is_double(param) && tensor.is_complex() == param.is_complex(),
+      "a parameter of shape ", param.sizes(), " is ", dtype_name(param.scalar_type()),
+      " now, but its ", moment.name, " is ", dtype_name(tensor.scalar_type()),
+      ". If the model was cast after a step, cast it back, or make a new optimizer");
+  TORCH_CHECK_VALUE(tensor.sizes() == param.sizes(), "a parameter has shape ", param.sizes(),
+                    " now, but its ", moment.name, " has ", tensor.sizes(),
+                    ". If the parameter was replaced after a step, make a new optimizer");
+}
+
 struct SplitTensor {
   at::Tensor bfloat16;
   at::Tensor remainder;
@@ -156,6 +173,7 @@ FusedParamState* ensure_state(StateMap& states, const at::Tensor& param,
   if (of_master && !state->master_param().defined()) {
     state->master_param(new_master(param, *of_master));
   }
+  for (const auto& moment : moments) check_is_of(moment, param);
   return state;
 }
 

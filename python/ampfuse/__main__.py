@@ -13,7 +13,6 @@ from typing import NoReturn
 from ampfuse._arguments import suggestion
 from ampfuse.env import describe
 from ampfuse.patching import patch
-from ampfuse.patching.scalers import RECORDING
 from ampfuse.tools.command import charts, options, program, report, show
 from ampfuse.tools.diagnosis.diagnosis import Diagnosis
 
@@ -27,7 +26,6 @@ def main(arguments: Sequence[str]) -> NoReturn:
         show.table(describe())
         sys.exit()
     if chosen.parts:
-        RECORDING.history = report.RECORDED_UPDATES
         patch(*(part.name for part in chosen.parts))
     ending = Ending(chosen)
     # At exit Python joins the program's threads, and then calls the registered functions in reverse

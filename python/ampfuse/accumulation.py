@@ -92,13 +92,31 @@ def accumulate(
             loss, seen = _watched(step, micro_batch, denominator)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(f"accumulate: step: expected a loss, got {kind_in_words(loss)}")
+            if not loss.requires_grad:
+                raise ValueError(
+                    "accumulate: step: expected a loss of parameters that are trained, got one "
+                    "without gradients: return the loss itself, not loss.detach()"
+                )
             if number == 1:
                 check_first(loss, denominator, scaler, len(batches))
                 check_seen(loss, seen, len(batches), counts_all=count is None)
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            run_backward(loss if scaler is None else scaler.scale(loss))
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
     return total
+
+
+def run_backward(loss: Tensor) -> None:
+    """Run the backward pass. Raise if `step` has run it before."""
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise RuntimeError(
+            "accumulate: step: the graph of the loss was freed. If step calls backward(), leave it "
+            "out: accumulate calls it. Return the loss"
+        ) from error
 
 
 def _watched(step: Any, micro_batch: Any, denominator: Any) -> tuple[Any, list[SeenLoss]]:

@@ -261,53 +261,6 @@ TEST_CASE("scalers and optimizers refuse each other's archives") {
                     ContainsSubstring("expected the archive of an optimizer, which has a state"));
 }
 
-TEST_CASE("gradients that were computed again after unscaling are warned of") {
-  Warnings warnings;
-  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
-  const auto param = torch::zeros({1}).requires_grad_();
-  const auto other = torch::zeros({1}).requires_grad_();
-  torch::optim::SGD optimizer(Tensors{param}, torch::optim::SGDOptions(0.5));
-  torch::optim::SGD second(Tensors{other}, torch::optim::SGDOptions(0.5));
-  GradScaler scaler(GradScalerOptions().init_scale(64));
-  const auto backward = [&](const torch::Tensor& of) {
-    of.mutable_grad() = torch::Tensor();
-    scaler.scale(of.sum()).backward();
-  };
-
-  backward(param);
-  scaler.unscale_(optimizer);
-  backward(other);
-  scaler.step(second);
-  scaler.step(optimizer);
-  scaler.update();
-  CHECK(warnings.messages.empty());
-
-  for (const bool clips : {false, true}) {
-    warnings.messages.clear();
-    backward(param);
-    scaler.clip_grad_norm_(optimizer, 1);
-    backward(param);  // without an update of the scaler
-    if (clips) scaler.clip_grad_norm_(optimizer, 1);
-    scaler.step(optimizer);
-    scaler.update();
-    REQUIRE(warnings.messages.size() == 1);
-    CHECK_THAT(warnings.messages[0], ContainsSubstring("were computed again since they were unsc"));
-  }
-}
-
-TEST_CASE("a scaler that loads a state unscales the next gradients") {
-  const auto param = torch::zeros({1}).requires_grad_();
-  torch::optim::SGD optimizer(Tensors{param}, torch::optim::SGDOptions(0.5));
-  GradScaler scaler(GradScalerOptions().init_scale(64));
-  scaler.scale(param.sum()).backward();
-  scaler.unscale_(optimizer);
-  scaler.load_state_dict(scaler.state_dict());
-  param.mutable_grad() = torch::Tensor();
-  scaler.scale(param.sum()).backward();
-  scaler.step(optimizer);
-  CHECK(param.item<float>() == -0.5);
-}
-
 TEST_CASE("a gate steps a scheduler only after steps that were taken") {
   for (const auto device : devices()) {
     Training training(device);

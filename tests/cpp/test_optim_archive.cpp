@@ -221,3 +221,30 @@ TEST_CASE("an archive of another optimizer is refused, and nothing is loaded") {
   CHECK(options_of(optimizer).lr() == 1e-3);
   CHECK(state_of(optimizer, params[0]).step().item<float>() == 1);
 }
+
+TEST_CASE("an optimizer with another order of its parameters refuses to exchange their weights") {
+  const auto options =
+      AdamWOptions().master_weights(GENERATE(MasterWeights::kAuto, MasterWeights::kRemainder));
+  Tensors params;
+  for (int i = 0; i < 3; ++i) {
+    params.push_back(torch::randn({4}).to(torch::kBFloat16).requires_grad_());
+    params.back().mutable_grad() = torch::ones_like(params.back());
+  }
+  ampfuse::AdamW from(params, options);
+  from.step();
+  Tensors loaded;
+  for (const auto& param : params) loaded.push_back(param.detach().clone().requires_grad_());
+  ampfuse::AdamW other_order(Tensors{loaded[1], loaded[0], loaded[2]}, options);
+  CHECK_THROWS_WITH(move_state(from, other_order),
+                    ContainsSubstring("the master of parameter 0 of group 0 is the value of "
+                                      "parameter 1 of group 0, and that of parameter 1 of group 0 "
+                                      "its own: make the optimizer with its parameters in"));
+  for (size_t i = 0; i < params.size(); ++i) CHECK(loaded[i].equal(params[i]));
+  CHECK(other_order.state().empty());
+
+  ampfuse::AdamW same_order(loaded, options);
+  move_state(from, same_order);
+  ampfuse::AdamW new_values(Tensors{torch::randn({4}).to(torch::kBFloat16), loaded[0], loaded[2]},
+                            options);
+  move_state(from, new_values);  // the model was not loaded before
+}

@@ -153,3 +153,25 @@ TEST_CASE("loading a model without syncing masters warns once") {
   REQUIRE(warnings.messages.size() == 1);
   CHECK_THAT(warnings.messages[0], ContainsSubstring("call sync_masters_from_model()"));
 }
+
+TEST_CASE("a step refuses moments of another dtype or shape, and says what to do") {
+  auto param = torch::ones({3, 4}).requires_grad_();
+  ampfuse::AdamW optimizer(Tensors{param});
+  const auto step = [&] {
+    param.mutable_grad() = torch::ones_like(param);
+    optimizer.step();
+  };
+  step();
+  const c10::NoGradGuard no_grad;
+  param.set_data(param.detach().to(torch::kDouble));
+  CHECK_THROWS_WITH(step(), ContainsSubstring("a parameter of shape [3, 4] is float64 now, but its "
+                                              "exp_avg is float32. If the model was cast after a "
+                                              "step, cast it back, or make a new optimizer"));
+  param.mutable_grad() = torch::Tensor();
+  param.set_data(torch::ones({5, 4}));
+  CHECK_THROWS_WITH(step(), ContainsSubstring("a parameter has shape [5, 4] now, but its exp_avg "
+                                              "has [3, 4]. If the parameter was replaced"));
+  param.mutable_grad() = torch::Tensor();
+  param.set_data(torch::ones({3, 4}));
+  step();
+}

@@ -47,7 +47,8 @@ inline at::Tensor as_tensor(double count) {
 ///     scaler.update();
 ///
 /// The gradients are those of the mean loss over all targets of all micro-batches, up to rounding.
-/// The mean of the micro-batches' means would give more weight to targets of small micro-batches.
+/// The mean of the micro-batches' means would give more weight to targets of small micro-batches. A
+/// `step` that returns a mean, or ignores its denominator, is not noticed.
 /// The host does not wait. Gradients are not averaged over ranks.
 ///
 /// \param step Called as step(micro_batch, denominator), it returns the loss of a micro-batch,

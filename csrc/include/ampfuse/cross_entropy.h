@@ -16,7 +16,8 @@ namespace ampfuse {
 using LossReduction =
     std::variant<torch::enumtype::kNone, torch::enumtype::kMean, torch::enumtype::kSum>;
 
-/// Options of cross_entropy. All have a default, so `{}` is valid.
+/// Options of cross_entropy. All have a default, so `{}` is valid where the function takes them.
+/// Modules need the name of the class.
 struct AMPFUSE_API CrossEntropyOptions {
   /// Weights of the classes, of shape [classes].
   TORCH_ARG(std::optional<at::Tensor>, weight) = std::nullopt;

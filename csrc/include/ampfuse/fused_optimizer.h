@@ -154,7 +154,16 @@ class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
     }
   };
 
+  /// A gradient that is still multiplied by the loss scale after a scaler's step.
+  struct ScaledGradient {
+    at::Tensor param;
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> grad;
+    uint32_t version;
+  };
+
   void check_repeats();
+  std::optional<ScaledGradient> first_gradient() const;
+  void warn_of_scaled_gradient();
   ParamWrites param_writes() const;
   void adopt_written_params();
   void warn_of_written_params();
@@ -168,6 +177,7 @@ class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
   std::optional<ParamWrites> writes_after_step_;
   std::shared_ptr<HostCopy> written_over_;  // flag: true if other code wrote parameters
   bool warned_ = false;
+  std::optional<ScaledGradient> stepped_with_;  // the first gradient of a scaler's last step
 
   /// Norms of all gradients, one per device, during a step of a scaler that has just inspected the
   /// gradients; else empty.

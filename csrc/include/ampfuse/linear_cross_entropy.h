@@ -12,7 +12,8 @@
 
 namespace ampfuse {
 
-/// Options of linear_cross_entropy. All have a default, so `{}` is valid.
+/// Options of linear_cross_entropy. All have a default, so `{}` is valid where the function takes
+/// them. Modules need the name of the class.
 struct AMPFUSE_API LinearCrossEntropyOptions {
   /// Weights of the classes, of shape [classes].
   TORCH_ARG(std::optional<at::Tensor>, class_weight) = std::nullopt;

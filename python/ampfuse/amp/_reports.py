@@ -53,6 +53,8 @@ class ReportingScaler(SavedScaler):
         Returns:
             Names as in `model.named_parameters()`.
         """
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         if not self._enabled:
             return []
         found = self._history.offenders()

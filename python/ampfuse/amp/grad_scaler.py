@@ -9,7 +9,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ampfuse._arguments import checked_count
-from ampfuse._graphs import groups_of
+from ampfuse._graphs import eager_only, groups_of
 from ampfuse._warning import warn_if_no_gpu
 from ampfuse.amp._device_scaler import DeviceScaler, scaled
 from ampfuse.amp._history import ScalerHistory
@@ -252,6 +252,7 @@ class GradScaler(DeviceScaler):
             >>> scaler.clip_grad_norm_(optimizer, max_norm=1.0), param.grad
             (tensor(5.), tensor([0.6000, 0.8000]))
         """
+        check_is_optimizer(optimizer)
         params = [param for group in groups_of(optimizer) for param in group["params"]]
         if not self._enabled:
             return clip_grad_norm_(params, max_norm)
@@ -368,3 +369,10 @@ class GradScaler(DeviceScaler):
             [0.25]
         """
         return Gate(scheduler, self)
+
+
+@eager_only
+def check_is_optimizer(optimizer: Any) -> None:
+    """Raise if this is something else, for example the parameters, which torch's clipping takes."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer: expected an optimizer, got {type(optimizer).__name__}")

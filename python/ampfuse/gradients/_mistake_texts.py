@@ -33,7 +33,8 @@ STEPPED_IN_SPITE = (
 COMPUTED_AGAIN = (
     "gradients were computed again since they were unscaled, so they are still multiplied by the "
     "loss scale: call scaler.update() after each step, also after one that failed, and if a batch "
-    "is dropped after scaler.unscale_(optimizer)"
+    "is dropped after scaler.unscale_(optimizer). Unscale or clip once, after the last micro-batch "
+    "of a step"
 )
 
 SCALED_TWICE = (
@@ -47,4 +48,13 @@ FORGOTTEN = (
 STEPPED_TWICE = (
     "optimizer.step() was called beside scaler.step(optimizer), with gradients that are still "
     "multiplied by the loss scale: call only scaler.step(optimizer)"
+)
+UNUSED = (
+    "losses were scaled, but their backward passes did not begin at the scaled losses, so the "
+    "gradients were divided by the loss scale for nothing: call scaler.scale(loss).backward()"
+)
+ALWAYS_SKIPPED = (
+    "each of the last {steps} steps was skipped, since gradients were not finite at any scale: "
+    "scaler.overflow_report(model) names their parameters, and "
+    "GradScaler(max_consecutive_skips=20) ends such a run"
 )

@@ -26,6 +26,7 @@ from ampfuse.gradients._first_norms import (
     FirstNorms,
     StepNorm,
 )
+from ampfuse.gradients._scaled_backward import ScaledBackward, leaves_of
 from ampfuse.gradients.devices import largest
 from ampfuse.gradients.shards import local
 
@@ -33,6 +34,7 @@ from ampfuse.gradients.shards import local
 # first one on were written since, and not by the scaler. Another network may take steps between
 # micro-batches, and may be a part of the loss, as the discriminator of a GAN.
 FIRST_LOSS, LAST_LOSS = 10, 20
+UPDATES_WATCHED = 6
 LOSSES_KEPT = 3  # those of a GAN alternate
 
 # The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_step.h), so
@@ -78,10 +80,13 @@ class Watch:
         self._has_graph = False  # True if a scaled loss had a gradient
         self._stepped_since_loss: set[int] = set()  # ids of optimizers, since the last scaled loss
         self._repeats = 0  # updates since then in which one of them has stepped again
+        self._backward = ScaledBackward()
+        self._unused = self._beside = 0  # updates after which these mistakes were likely
         self._params: list[list[tuple[Tensor, int]]] = []  # of the losses kept, with versions
         self._stepped: set[int] = set()  # ids of the parameters that the scaler steps or unscales
         self._updates = 0
         self._scale: HostCopy | None = HostCopy()  # None after the warning about it
+        self._last_scale = 0.0  # at the last look
         self._ignored_overflow = HostCopy()  # the flag of a step that the scaler did not take
         self._clipped: tuple[float, HostCopy, HostCopy] | None = None  # limit, norm and scale
         self._norms: dict[int, FirstNorms] = {}  # by the ids of optimizers
@@ -89,6 +94,11 @@ class Watch:
         self.has_reported = False  # True after a warning about clipping
         self.is_done = False  # True if gradients need not be looked at any more
         self.is_scale_known = False  # True if the program may divide by the scale
+
+    @property
+    def _is_at_start(self) -> bool:
+        # A step may have more micro-batches than LAST_LOSS. Some programs never update a scaler.
+        return self._losses < LAST_LOSS or 0 < self._updates < UPDATES_WATCHED
 
     @property
     def has_unscaled(self) -> bool:
@@ -121,8 +131,9 @@ class Watch:
                 _clips.clear()
                 if self._steps == 0:
                     _first_steps.add(self)
-        if self._losses < LAST_LOSS:
+        if self._is_at_start:
             self._look_at_scaled(loss, scaled)
+        if self._losses < LAST_LOSS:
             self._losses = LAST_LOSS if history.is_last_in_graph else self._losses + 1
             self._look_for_steps_without_scaler(loss)
 
@@ -132,6 +143,8 @@ class Watch:
             if loss.grad_fn is not None and loss.grad_fn.metadata.get(IS_SCALED):
                 self._warn(texts.SCALED_TWICE)
             scaled.grad_fn.metadata[IS_SCALED] = True
+            if type(loss) is Tensor and loss.requires_grad and not is_capturing():
+                self._backward.watch(loss, scaled)
 
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
@@ -161,7 +174,7 @@ class Watch:
     @eager_only
     def note_step(self, optimizer: Any) -> None:
         """Record that the scaler steps an optimizer, or unscales its gradients."""
-        if self._losses < LAST_LOSS and not self.is_scale_known:
+        if self._is_at_start and not self.is_scale_known:
             self._stepped.update(map(id, params_of(optimizer)))
 
     @eager_only
@@ -171,13 +184,26 @@ class Watch:
         param = next((param for param in params_of(optimizer) if param.grad is not None), None)
         if param is not None and not param.is_inference():
             state["version"] = param, param._version
+            self._backward.forget(param)
 
     @eager_only
     def look_for_new_gradients(self, state: dict[str, Any]) -> None:
-        """Warn if gradients were reset after they were unscaled, and a loss was scaled since."""
-        if has_new_gradients(state):
+        """Warn if gradients were computed again after they were unscaled."""
+        is_added_to = "version" in state and self._backward.has_computed(state["version"][0])
+        if is_added_to or has_new_gradients(state):
             state["is_stale"] = False  # one warning is enough
             self._warn(texts.COMPUTED_AGAIN)
+
+    def _look_at_backward(self) -> None:
+        """Warn if scaled losses, or gradients that are scaled, were used in another way."""
+        if self._is_at_start and not self.is_scale_known:
+            self._unused += self._backward.is_unused()
+            self._beside += self._backward.was_stepped_by_others(self._stepped)
+            if self._unused == STEPS_WATCHED:
+                self._warn(texts.UNUSED)
+            if self._beside == STEPS_WATCHED:
+                self._warn(texts.STEPPED_BESIDE)
+        self._backward.end_step()
 
     def _look_for_forgotten_losses(self, scaler: Any) -> None:
         """Warn if no loss was scaled for some steps, or if an optimizer has stepped twice.
@@ -224,10 +250,11 @@ class Watch:
         states = scaler._per_optimizer_states.values()
         self._look_for_steps_after_unscaling(states, history)
         self._look_for_forgotten_losses(scaler)
-        self._look_at_scale(scale)
+        self._look_at_backward()
+        self._look_at_scale(scale, scaler.get_backoff_factor())
 
-    def _look_at_scale(self, scale: Tensor) -> None:
-        """Warn once if the scale has fallen so far that each step is skipped."""
+    def _look_at_scale(self, scale: Tensor, backoff_factor: float) -> None:
+        """Warn once if each step between two looks was skipped, and if each will be from now on."""
         self._updates += 1
         if self._updates % UPDATES_BETWEEN_LOOKS or self._scale is None or not has_number(scale):
             return
@@ -235,7 +262,13 @@ class Watch:
         if number is not None and number <= LARGEST_SCALE_WITHOUT_INVERSE:
             self._scale = None
             self._warn(texts.LOST_SCALE.format(scale=number))
-        elif scale.is_cuda and not is_capturing():
+            return
+        if number is not None:
+            fall = backoff_factor ** (UPDATES_BETWEEN_LOOKS - 0.5)
+            if number < self._last_scale * fall:
+                self._warn(texts.ALWAYS_SKIPPED.format(steps=UPDATES_BETWEEN_LOOKS))
+            self._last_scale = number
+        if scale.is_cuda and not is_capturing():
             self._scale.send(scale)
 
     @eager_only
@@ -341,20 +374,6 @@ def first_clip(grads: Iterable[Tensor]) -> ClipRecord | None:
             if clip is not None and clip.version == grad._version:
                 return clip
     return None
-
-
-def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Return the tensors whose gradients a backward pass of the loss computes."""
-    nodes: list[Any] = [loss.grad_fn]
-    seen, leaves = {None}, []
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            if hasattr(node, "variable"):
-                leaves.append(node.variable)
-            nodes += [following for following, _ in node.next_functions]
-    return leaves
 
 
 def has_number(tensor: Tensor) -> bool:

@@ -242,6 +242,12 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         z_loss: float = 0.0,
         softcap: float | None = None,
     ) -> None:
+        if not isinstance(weight, Tensor | None):
+            kind = type(weight).__name__
+            raise TypeError(
+                f"weight: expected None or a tensor of class weights, got {kind}; other arguments "
+                "have to be named, as in scaler=scaler"
+            )
         super().__init__(
             weight,
             ignore_index=ignore_index,

@@ -127,13 +127,17 @@ def with_masters(group: dict[str, Any]) -> dict[str, Any]:
     return {**{name: group[name] for name in group if name not in PARAMS}, "params": params}
 
 
-def make_inner(make: Any, groups: list[dict[str, Any]]) -> Optimizer:
-    """Call `make`; raise unless it returns an optimizer of these groups that needs no closure."""
+def check_make(make: Any) -> None:
+    """Raise unless `make` is a function."""
     if not callable(make):
         raise TypeError(
             "make: expected a function, for example lambda groups: torch.optim.Muon(groups, "
             f"lr=0.02), got {described(make)}"
         )
+
+
+def make_inner(make: Any, groups: list[dict[str, Any]]) -> Optimizer:
+    """Call `make`; raise unless it returns an optimizer of these groups that needs no closure."""
     inner = make([dict(group) for group in groups])
     if not isinstance(inner, Optimizer):
         raise TypeError(f"make: expected a function that returns an optimizer, got {inner!r} of it")

@@ -23,6 +23,7 @@ from ampfuse.optim._clips import group_clips
 from ampfuse.optim._inner import (
     PARAMS,
     adopt_writes,
+    check_make,
     check_sizes,
     make_inner,
     must_skip,
@@ -85,6 +86,7 @@ class Mastered(Optimizer):
         max_grad_norm: float | None = None,
         process_group: Any = None,
     ) -> None:
+        check_make(make)
         options.check_limit(max_grad_norm)
         self.max_grad_norm = max_grad_norm
         self.process_group = process_group

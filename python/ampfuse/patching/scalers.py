@@ -1,7 +1,6 @@
 """Replaces `torch.amp.GradScaler` and its older names."""
 
 import inspect
-from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -33,24 +32,6 @@ CLASSES: dict[Any, type[GradScaler]] = {
 }
 
 
-class Recording:
-    """Keeps the last 16 scalers created while recording, each of which records its updates."""
-
-    def __init__(self) -> None:
-        self.history = 0  # number of updates that each scaler records; 0: no recording
-        self.scalers: deque[GradScaler] = deque(maxlen=16)
-        self.has_disabled = False
-
-    def note(self, scaler: GradScaler) -> None:
-        """Keep the scaler, if recording."""
-        if not scaler.is_enabled():
-            self.has_disabled = True
-        elif self.history:
-            self.scalers.append(scaler)
-
-
-RECORDING = Recording()
-
 original = torch.amp.grad_scaler.GradScaler.__init__
 SIGNATURE = inspect.signature(original)
 
@@ -72,13 +53,12 @@ def constructor(is_on: Callable[[], bool]) -> Any:
             if torch.cuda.is_available() and not is_served(torch.device(device)):
                 raise ValueError(f"it is for {device}")
             self.__class__ = CLASSES[cls]
-            GradScaler.__init__(self, device, *args, history=RECORDING.history, **kwargs)
+            GradScaler.__init__(self, device, *args, **kwargs)
         except (TypeError, ValueError) as error:
             reason = str(error)
         else:
             if self.is_enabled():
                 USAGE.count_use()
-            RECORDING.note(self)
             return
         self.__class__ = cls
         original(self, device, *args, **kwargs)  # raises torch's error alone, or accepts this

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+import ampfuse
 from ampfuse import checkpoint
 from ampfuse.amp import GradScaler
 
@@ -26,10 +27,12 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 FUNCTIONS: dict[str, list[tuple[Any, str]]] = {
     "backward": [(torch.autograd, "backward")],  # all backward passes come to it
     "scale": [(GradScaler, name) for name in ("unscale_", "step", "update", "clip_grad_norm_")],
+    "make_scaler": [(GradScaler, "__init__")],
     "make_loader": [(DataLoader, "__init__")],
     "iterate": [(DataLoader, "__iter__")],
     "next_batch": [(_BaseDataLoaderIter, "__next__")],
     "fetch": [(_MapDatasetFetcher, "fetch"), (_IterableDatasetFetcher, "fetch")],
+    "accumulate": [(ampfuse, "accumulate")],
     "save": [(torch, "save")],
     "load": [(torch, "load"), *((checkpoint, name) for name in ("load", "latest", "verify"))],
     "save_checkpoint": [(checkpoint, "save")],

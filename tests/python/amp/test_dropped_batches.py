@@ -40,6 +40,36 @@ def test_gradients_that_were_computed_again_are_warned_of(device, make, clips):
         scaler.step(optimizer)  # the warning is given once
 
 
+@EVERY_LANGUAGE
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("resets", [False, True])
+def test_scaled_gradients_that_are_added_to_unscaled_ones_are_warned_of(
+    device, language, clips, resets
+):
+    param, optimizer, scaler = ready(language, device)
+    scaler.clip_grad_norm_(optimizer, 1.0) if clips else scaler.unscale_(optimizer)
+    if resets:
+        param.grad.zero_()
+    scaler.scale(param.sum()).backward()
+    with pytest.warns(UserWarning, match="Unscale or clip once, after the last micro-batch"):
+        scaler.step(optimizer)
+
+
+def test_clipping_after_the_loss_of_another_optimizer_was_scaled_is_not_warned_of(device):
+    params = [Parameter(torch.ones(2, device=device)) for _ in range(2)]
+    optimizers = [ampfuse.SGD([param], lr=0.5) for param in params]
+    scaler = ampfuse.GradScaler(device.type, 4.0)
+    for _ in range(8):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            backward(param, scaler)
+            scaler.unscale_(optimizer)
+        for param in params:
+            torch.nn.utils.clip_grad_norm_(param, 0.5)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+
 def test_a_step_that_failed_is_repeated_without_a_warning_but_not_with_other_gradients(device):
     param = Parameter(torch.ones(2, device=device))
     optimizer, scaler = torch.optim.SGD([param], lr=0.5), ampfuse.GradScaler(device.type, 4.0)

@@ -182,3 +182,11 @@ def test_float16_gradients_are_refused_unless_allowed(language, device):
     kinder.scale(torch.ones((), device=device))
     kinder.unscale_(optimizer)
     assert (param.grad == 2).all()
+
+
+def test_parameters_in_the_place_of_an_optimizer_or_a_model_are_refused():
+    params, scaler = torch.nn.Linear(2, 2).parameters(), ampfuse.GradScaler("cpu")
+    with pytest.raises(TypeError, match=r"^optimizer: expected an optimizer, got generator"):
+        scaler.clip_grad_norm_(params, 1.0)
+    with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, got generator"):
+        scaler.overflow_report(params)

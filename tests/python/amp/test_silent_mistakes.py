@@ -195,3 +195,77 @@ def test_scaling_a_loss_reads_no_saved_tensors(device, no_warning):
         checkpointed = checkpoint(loss, inputs, use_reentrant=False)
         scaler.scale(checkpointed).backward()
     assert len(forwards) == 4
+
+
+@EVERY_SGD
+@pytest.mark.parametrize("micro_batches", [1, 30])
+def test_steps_of_a_second_optimizer_without_the_scaler_are_noticed(device, make, micro_batches):
+    training = Training(device, make)
+    head = nn.Linear(4, 4).to(device)
+    second = make(head.parameters(), lr=1e-9)
+    training.criterion = lambda out, target: nn.functional.cross_entropy(head(out), target)
+
+    def run():
+        for _ in range(4):
+            second.zero_grad()
+            for _ in range(micro_batches):
+                training.scaler.scale(training.loss()).backward()
+            training.scaler.step(training.optimizer)
+            second.step()
+            training.scaler.update()
+
+    with pytest.warns(UserWarning, match="by other steps than scaler.step") as caught:
+        run()
+    assert len(caught) == 1
+
+
+@EVERY_SGD
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.filterwarnings("error")
+def test_a_discriminator_that_is_trained_without_the_scaler_gives_no_warning(
+    device, make, set_to_none
+):
+    training = Training(device, make)
+    judge = nn.Linear(4, 1).to(device)
+    second = make(judge.parameters(), lr=0.1)
+    for _ in range(30):
+        inputs = torch.randn(32, 8).to(device)
+        fake = training.model(inputs)
+        training.optimizer.zero_grad()
+        training.scaler.scale(judge(fake).mean()).backward()
+        training.step()
+        second.zero_grad(set_to_none=set_to_none)
+        judge(fake.detach()).mean().backward()
+        second.step()
+
+
+@EVERY_SGD
+def test_backward_passes_of_losses_that_were_not_scaled_are_noticed(device, make):
+    training = Training(device, make)
+
+    def run():
+        for _ in range(6):
+            loss = training.loss()
+            loss.backward()
+            training.scaler.scale(loss)
+            training.step()
+
+    with pytest.warns(UserWarning, match="did not begin at the scaled losses") as caught:
+        run()
+    assert len(caught) == 1
+
+
+def test_gradients_that_are_never_finite_are_noticed_after_32_steps(device):
+    training = Training(device, ampfuse.SGD)
+
+    def run(steps):
+        for _ in range(steps):
+            training.scaler.scale(training.loss() * float("nan")).backward()
+            training.step()
+        training.scaler.was_skipped()  # on a GPU the copy of the scale has arrived
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(31)
+    with pytest.warns(UserWarning, match="each of the last 16 steps was skipped"):
+        run(17)

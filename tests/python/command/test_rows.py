@@ -37,12 +37,12 @@ def test_rows_of_parts_state_how_often_they_were_used():
         ("optimizers", "used 10 times"),
         ("", "host waits avoided: 9"),
         ("clip_grad_norm", "left to torch once: sparse"),
-        ("not used", "scaler, cross_entropy"),
+        ("not replaced", "scaler, cross_entropy, since the program does not call torch's"),
     ]
     assert rows() == []
     ((name, reason),) = rows(scaler=part(), optimizers=part())
-    assert name == "not used"
-    assert reason.startswith("scaler, optimizers: the program calls none of them, or only in")
+    assert name == "not replaced"
+    assert reason.startswith("scaler, optimizers, since the program does not call torch's, or only")
 
 
 def test_rows_name_an_autocast_and_a_scaler_that_do_nothing():

@@ -110,12 +110,13 @@ def test_optimizer_left_to_torch_is_reported_with_the_reason(programs):
     assert "left to torch once: differentiable=True" in done.stderr
 
 
-def test_steps_beside_a_scaler_are_noticed_also_of_an_optimizer_left_to_torch(programs):
+@pytest.mark.parametrize("module", ["torch.amp", "__import__('ampfuse')"])
+def test_steps_beside_a_scaler_are_noticed_also_of_an_optimizer_left_to_torch(programs, module):
     programs.write(
         "rmsprop.py",
         f"{STEP}\nmodel = torch.nn.Linear(4, 4)\n"
         "optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)\n"
-        "scaler = torch.amp.GradScaler('cpu')\n"
+        f"scaler = {module}.GradScaler('cpu')\n"
         "for _ in range(20):\n"
         "    scaler.scale(model(torch.ones(4)).sum()).backward()\n"
         "    optimizer.step()\n",
@@ -273,7 +274,8 @@ def skips(tmp_path_factory):
 
 
 def test_hints_about_skipped_steps_state_only_what_has_happened(skips):
-    compiled, constant, bad_batches, too_high, falling = skips["hints"]
+    compiled, warned, constant, bad_batches, too_high, falling = skips["hints"]
+    assert warned.startswith("each of the last 16 steps was skipped")
     assert compiled.startswith("Calls inside torch.compile are not counted")
     assert constant.startswith("The last 10 steps were skipped, and the loss scale is now 64: ")
     assert "gradients are not finite at any scale" in constant
@@ -301,6 +303,41 @@ def test_program_may_overwrite_attributes_of_its_scaler(programs):
     assert told["hints"] == []
 
 
+OWN_NAMES = f"""
+import ampfuse
+{STEP}
+class Derived(ampfuse.GradScaler):
+    def __init__(self):
+        super().__init__("cpu", history=0)
+    def is_enabled(self):
+        return self.is_made
+scaler = {{scaler}}
+scaler.is_made = True
+for i in range(30):
+    step(scaler, float("inf") if i > 9 else 1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("scaler", "length"),
+    [
+        ("ampfuse.GradScaler('cpu')", 30),
+        ("ampfuse.GradScaler('cpu', history=12)", 12),
+        ("Derived()", 30),
+    ],
+)
+def test_scaler_of_ampfuses_own_name_is_reported_like_one_of_torchs(programs, scaler, length):
+    done, told = programs.write("train.py", OWN_NAMES.format(scaler=scaler)).reported("train.py")
+    assert done.returncode == 0, done.stderr
+    (found,) = told["scalers"]
+    skipped = min(length, 20)
+    assert len(found["history"]) == length
+    assert (found["updates"], found["taken"], found["skipped"]) == (30, length - skipped, skipped)
+    assert told["hints"][-1].startswith("The last 10 steps were skipped,")
+    assert f"{found['taken']} taken, {found['skipped']} skipped" in done.stderr
+    assert "scaler, cross_entropy, clip_grad_norm, since the program does not call" in done.stderr
+
+
 DISABLED = """
 import torch
 model = torch.nn.Linear(4, 2)
@@ -326,10 +363,11 @@ scaler.step(optimizer)
 
 
 def test_scaler_that_is_disabled_is_reported_unless_the_program_has_another_one(programs):
-    programs.write("train.py", DISABLED)
-    _, told = programs.reported("train.py")
-    assert told["scaler_disabled"]
-    assert told["parts"]["scaler"]["used"] == 0
+    own = DISABLED.replace("torch.amp", "__import__('ampfuse')")
+    for text in (own, DISABLED):
+        _, told = programs.write("train.py", text).reported("train.py")
+        assert told["scaler_disabled"]
+        assert told["parts"]["scaler"]["used"] == 0
     programs.write("train.py", DISABLED + OWN_SCALER)
     _, told = programs.reported("train.py")
     assert not told["scaler_disabled"]

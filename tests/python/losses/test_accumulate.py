@@ -186,6 +186,27 @@ def test_mistakes_are_named(micro_batches, error, message):
         ampfuse.accumulate(lambda *_: None, micro_batches)
 
 
+@pytest.mark.parametrize(
+    ("kept", "error", "message"),
+    [
+        (lambda loss: loss, RuntimeError, "step calls backward.., leave it out"),
+        (torch.Tensor.detach, ValueError, r"got one without gradients: .* not loss.detach\(\)"),
+    ],
+    ids=["loss", "detached"],
+)
+def test_step_that_calls_backward_is_named(kept, error, message):
+    model = torch.nn.Linear(8, 50)
+
+    def step(part, denominator):
+        loss = ampfuse.cross_entropy(model(part[0]), part[1], denominator=denominator)
+        loss.backward()
+        return kept(loss)
+
+    inputs, targets = torch.randn(4, 8), torch.arange(4)
+    with pytest.raises(error, match=message):
+        ampfuse.accumulate(step, list(zip(inputs.split(2), targets.split(2), strict=True)))
+
+
 class Trainer:
     def mean(self, part, denominator):
         return part[0].mean()

@@ -71,6 +71,11 @@ def test_copies_of_the_module_include_its_scaler(device, copied):
     torch.testing.assert_close(logits.grad.double(), expected, rtol=1e-3, atol=0)
 
 
+def test_scaler_in_the_place_of_weights_is_refused():
+    with pytest.raises(TypeError, match=r"^weight: expected .* got GradScaler; other arguments"):
+        ampfuse.CrossEntropyLoss(ampfuse.GradScaler("cpu"))
+
+
 @EVERY_SCALER
 def test_scaler_may_be_ampfuses_or_torchs(device, kind):
     logits, target = batch(device, dtype=torch.float16)

@@ -24,6 +24,12 @@ def test_other_optimizers_are_refused(make, message):
         Mastered(make, made("cpu", BF16))
 
 
+def test_arguments_in_the_other_order_are_refused():
+    params = torch.nn.Linear(2, 2).parameters()
+    with pytest.raises(TypeError, match=r"^make: expected a function, .*, got generator"):
+        Mastered(params, torch.optim.RMSprop)
+
+
 def test_invalid_limit_is_refused():
     with pytest.raises(ValueError, match="max_grad_norm: expected None or at least 0, got -1"):
         Mastered(torch.optim.RMSprop, made("cpu", BF16), max_grad_norm=-1.0)

@@ -223,3 +223,19 @@ def test_invalid_max_grad_norm_is_refused_by_a_compiled_step(device):
         with pytest.raises(ValueError, match="max_grad_norm: expected None or at least 0"):
             step()
         assert torch.equal(param, before)
+
+
+def test_step_of_an_optimizer_that_has_a_scheduler_is_compiled(device):
+    twins = Twins(lambda params: ampfuse.AdamW(params, lr=torch.tensor(0.1)), device, torch.float32)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in twins.optimizers]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step():
+        ampfuse.AdamW.step(twins.optimizer)
+
+    twins.compiled_step = step
+    for number in range(3):
+        twins.step(number)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert twins.optimizer.param_groups[0]["lr"] == 0.0125

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ampfuse import checkpoint
 from ampfuse.tools.command import advise as command
-from ampfuse.tools.precision import advisor
+from ampfuse.tools.precision import advisor, show
 from ampfuse.tools.precision.advisor import NoAdviceError, advise, keep_modules, run
 from ampfuse.tools.precision.deviation import Deviation
 from ampfuse.tools.precision.outcome import BFLOAT16, FLOAT16, FLOAT32
@@ -106,6 +106,35 @@ def test_accumulated_gradients_are_compared_part_by_part(program):
     other = run(given, FLOAT16, backwards=8)
     assert len(other.losses) == 8
     assert Deviation(base, other).gradient < 0.02
+
+
+ACCUMULATE = """
+import ampfuse, torch
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def step(part, denominator):
+    logits = model(part[0])
+    return ampfuse.cross_entropy(logits, part[1], denominator=denominator)
+for _ in range(4):
+    parts = [(torch.ones(2, 8), torch.zeros(2).long()) for _ in range(4)]
+    loss = ampfuse.accumulate(step, parts)
+    loss *= 0  # a program may change its loss
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_last_loss_is_that_of_the_whole_batch_that_was_accumulated(program):
+    outcome = run(program(ACCUMULATE, steps=4), FLOAT32)
+    assert len(outcome.losses) == 16
+    whole = sum(outcome.losses[-4:])
+    assert outcome.last_loss == pytest.approx(whole)
+    advice = SimpleNamespace(judge=SimpleNamespace(base=outcome, deviations={}))
+    assert show.row(advice, outcome)[-1] == f"{whole:.4g}"
+
+
+def test_last_loss_is_that_of_the_last_backward_without_accumulation(outcomes):
+    assert all(outcome.last_loss == outcome.losses[-1] for outcome in outcomes)
 
 
 TWO_MODELS = """

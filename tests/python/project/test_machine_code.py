@@ -19,6 +19,7 @@ CUOBJDUMP = find_tool("cuobjdump")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.machine_code,
     pytest.mark.skipif(not ampfuse.has_cuda(), reason="this build has no CUDA kernels"),
     pytest.mark.skipif(CUOBJDUMP is None, reason="there is no cuobjdump"),
 ]

@@ -13,10 +13,8 @@ import ampfuse
 from ampfuse._graphs import compiled_graphs, uses_gpu
 from ampfuse.amp import GradScaler
 from ampfuse.patching.parts import Part
-from ampfuse.patching.scalers import RECORDING
 from ampfuse.tools.diagnosis.diagnosis import Diagnosis
 
-RECORDED_UPDATES = 2**16  # number of updates recorded for each scaler, 12 bytes each on its device
 SKIPS_IN_A_ROW = 10
 UPDATES_TO_JUDGE = 20
 ONLY_SCALES = (
@@ -36,9 +34,9 @@ def report(
     scalers: list[dict[str, Any]] = []
     hints = [COMPILED] if compiled_graphs() else []
     usage = next((part.usage for part in parts if part.name == "scaler"), None)
-    has_scaler = diagnosis.clock.has_scaled or bool(RECORDING.scalers)
+    has_scaler = diagnosis.clock.has_scaled or bool(diagnosis.scalers.enabled)
     hints += diagnosis.hints(bool(usage is None or has_scaler or usage.fallbacks))
-    for scaler in RECORDING.scalers:
+    for scaler in diagnosis.scalers.enabled:
         try:
             if diagnosis.clock.steps and scaler.only_scales():
                 hints.append(ONLY_SCALES)
@@ -63,7 +61,7 @@ def report(
         },
         "optimizers_of_torch": sorted(diagnosis.clock.left_to_torch),
         "scalers": scalers,
-        "scaler_disabled": RECORDING.has_disabled and not has_scaler,
+        "scaler_disabled": diagnosis.scalers.has_disabled and not has_scaler,
         "autocast": diagnosis.autocast(),
         "step_count": diagnosis.clock.steps,
         "steps": diagnosis.steps(),

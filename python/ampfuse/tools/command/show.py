@@ -57,7 +57,7 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 def rows_of_parts(parts: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows about what was replaced, and how often it was used."""
     found: list[tuple[str, str]] = []
-    unused = []
+    uncalled = []
     for name, part in parts.items():
         texts = [f"used {_times(part['used'])}"] if part["used"] else []
         if waits := part["waits_avoided"]:
@@ -66,10 +66,10 @@ def rows_of_parts(parts: dict[str, Any]) -> list[tuple[str, str]]:
             texts.append(f"left to torch {_times(count)}: {reason}")
         found += zip([name, *[""] * len(texts)], texts, strict=False)
         if not texts:
-            unused.append(name)
-    if unused:
-        none = "" if found else ": the program calls none of them, or only in spawned processes"
-        found.append(("not used", ", ".join(unused) + none))
+            uncalled.append(name)
+    if uncalled:  # the program may use ampfuse's own names for these parts, which are not replaced
+        text = f"{', '.join(uncalled)}, since the program does not call torch's"
+        found.append(("not replaced", text + ("" if found else ", or only in spawned processes")))
     return found
 
 

@@ -27,6 +27,7 @@ from ampfuse.tools.diagnosis.phases import (
     Interval,
     Listener,
 )
+from ampfuse.tools.diagnosis.scalers import ScalerRecorder
 from ampfuse.tools.hooks import replace
 from ampfuse.tools.memory.monitor import Monitor
 
@@ -53,6 +54,7 @@ class Diagnosis(Listener):
         self.divergence = Divergence(self._exits, notify)
         self.clock = StepClock(self._exits, self, self.habits, self.gpu, self.divergence)
         self.autocasts = Autocasts(self._exits)
+        self.scalers = ScalerRecorder(self._exits)
         replace(self._exits, losses.USAGE, "on_input", self.logits)
         self._exits.callback(self.lines.stop)
 

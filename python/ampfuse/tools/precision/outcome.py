@@ -76,6 +76,8 @@ class Outcome:
     steps: int = 0
     losses: list[float] = field(default_factory=list)
     """The loss of each backward."""
+    last_loss: float | None = None
+    """The last loss, which is that of the whole batch if `accumulate` has computed it."""
     seconds: list[float] = field(default_factory=list)
     """The times of steps."""
     peak: int | None = None

@@ -41,7 +41,7 @@ def row(advice: Verdict, outcome: Outcome) -> tuple[str, ...]:
     loss = percent(deviation.loss) if deviation else ""
     skipped = str(outcome.skipped) if precision.is_scaled else ""
     is_whole = len(outcome.losses) == len(judge.base.losses)
-    last = f"{outcome.losses[-1]:.4g}" if is_whole else ""
+    last = f"{outcome.last_loss:.4g}" if is_whole else ""
     return str(precision), time, memory, gradient, loss, skipped, last
 
 

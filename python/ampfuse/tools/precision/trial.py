@@ -53,6 +53,7 @@ class Trial:
         self._program = program
         self._outcome = Outcome(program.precision)
         self._losses: list[Tensor] = []
+        self._last_loss: Tensor | None = None
         self._first = FirstOptimizer()
         self._last_untimed: int | None = None
         self._end_of_step = 0.0
@@ -71,7 +72,7 @@ class Trial:
         # Attention draws other random numbers in each implementation, and so in each precision.
         attention = remove_dropout(functional.scaled_dot_product_attention)
         replace(self._analysis, functional, "scaled_dot_product_attention", attention)
-        hook_functions(exits, backward=self._measured)
+        hook_functions(exits, backward=self._measured, accumulate=self._accumulated)
         hook_steps(exits, self._enter_optimizer, self._leave_optimizer)
 
     def outcome(self, failure: str | None) -> Outcome:
@@ -80,6 +81,7 @@ class Trial:
         found = self._outcome
         found.failure = failure
         found.losses = [float(loss) for loss in self._losses]
+        found.last_loss = None if self._last_loss is None else float(self._last_loss)
         found.skipped = self._scaling.skipped if self._scaling else 0
         if uses_gpu():
             found.gpu = torch.cuda.get_device_name()
@@ -105,7 +107,8 @@ class Trial:
                 self._finish()
             self._forcing.end()
             self._forcing.note("backward")
-            self._losses.append(tensors[0].detach().sum(dtype=torch.float32))
+            self._last_loss = copied(tensors[0])
+            self._losses.append(self._last_loss)
             is_analysed = self._last_untimed is None
             named = self._modules.parameters() if is_analysed or self._scaling else {}
             params = list(named.values())
@@ -124,6 +127,17 @@ class Trial:
                 self._outcome.gradients.append(subtract(sample_gradients(named), before))
 
         return backward
+
+    def _accumulated(self, accumulate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `accumulate` with a note of its result: a backward has a micro-batch's share."""
+
+        @wraps(accumulate)
+        def noted(*args: Any, **kwargs: Any) -> Tensor:
+            loss = accumulate(*args, **kwargs)
+            self._last_loss = copied(loss)
+            return loss
+
+        return noted
 
     def _begin_root(self, module: nn.Module, inputs: Any) -> None:
         """Prepare for a root. Before the first one, note sums that are alike in comparable runs."""
@@ -184,6 +198,11 @@ class Trial:
         is_slow = len(times) >= ENOUGH and 1e3 * min(times) > self._program.slowest
         if is_slow or steps >= self._program.steps:
             self._finish()
+
+
+def copied(loss: Tensor) -> Tensor:
+    """Return a copy of a loss in float32, which the program cannot change."""
+    return loss.detach().sum(dtype=torch.float32)
 
 
 def sum_of(tensors: Iterable[Tensor]) -> float:

@@ -1,0 +1,58 @@
+// Looks for mistakes in the use of a scaler that raise no error but train on wrong gradients.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/optim/optimizer.h>
+
+#include <unordered_set>
+
+namespace ampfuse::amp {
+
+struct OptimizerState;
+
+/// Notices by one gradient that gradients were computed again after they were unscaled.
+class UnscaledGradient {
+ public:
+  void note_unscaled(const torch::optim::Optimizer& optimizer);
+
+  /// Records that a loss is scaled. With `looks_at_graph`, its graph is searched for the parameter.
+  void note_scaled_loss(const at::Tensor& loss, bool looks_at_graph);
+
+  /// Returns true if the gradient was computed again since it was unscaled: the program has reset
+  /// it, or it was written after a loss was scaled that depends on the parameter.
+  bool is_computed_again() const;
+
+  /// Warns if the gradient was computed again.
+  void warn_if_computed_again();
+
+ private:
+  at::Tensor param_;  // the first with a gradient
+  at::Tensor grad_;   // its gradient when a loss was scaled that depends on it
+  uint32_t version_ = 0;
+  bool was_reset_ = false;  // the gradient was undefined when a loss was scaled
+};
+
+/// Looks for losses that are scaled twice, or not any more.
+class Watch {
+ public:
+  /// Returns true for the first losses, of which more is looked at.
+  bool is_at_start() const { return losses_ < 20; }
+  int64_t losses() const { return losses_; }
+
+  void note_scaled_loss(const at::Tensor& loss, const at::Tensor& product);
+
+  /// Records the optimizers that have stepped before an update. `must_scale`: only scale() can have
+  /// scaled the losses.
+  void note_update(const std::vector<OptimizerState>& optimizers, bool must_scale);
+
+ private:
+  int64_t losses_ = 0;
+  std::weak_ptr<torch::autograd::Node> last_product_;
+  bool has_graph_ = false;  // a scaled loss had a gradient
+  std::unordered_set<const void*>
+      have_stepped_;         // optimizers that have stepped since the last loss
+  bool has_warned_ = false;  // of a loss that was scaled twice
+  int repeats_ = 0;          // updates since then in which one of them has stepped again
+};
+
+}  // namespace ampfuse::amp
