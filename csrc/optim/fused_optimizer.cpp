@@ -210,7 +210,8 @@ std::optional<FusedOptimizer::ScaledGradient> FusedOptimizer::first_gradient() c
     for (const at::Tensor& param : group.params()) {
       const at::Tensor& grad = param.grad();
       if (!grad.defined() || grad.is_inference()) continue;
-      return ScaledGradient{param, Weak(grad.getIntrusivePtr()), static_cast<uint32_t>(grad._version())};
+      return ScaledGradient{param, Weak(grad.getIntrusivePtr()),
+                            static_cast<uint32_t>(grad._version())};
     }
   }
   return std::nullopt;
