@@ -1,5 +1,6 @@
 #include "mistakes.h"
 
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
@@ -74,15 +75,15 @@ void Watch::note_scaled_loss(const at::Tensor& loss, const at::Tensor& product) 
   ++losses_;
   have_stepped_.clear();
   repeats_ = 0;
-  const auto node = loss.grad_fn();
-  if (!node) return;
-  if (node == last_product_.lock() && !std::exchange(has_warned_, true)) {
+  if (!loss.grad_fn()) return;
+  const bool is_product = last_product_ && last_product_->lock() == loss.getIntrusivePtr();
+  if (is_product && !std::exchange(has_warned_, true)) {
     TORCH_WARN(
         "a loss was multiplied by the loss scale twice, so its gradients are still multiplied by "
         "it after unscaling: call scaler.scale(loss) once");
   }
   has_graph_ = true;
-  last_product_ = product.grad_fn();
+  last_product_.emplace(product.getIntrusivePtr());
 }
 
 // One loss may serve several optimizers, with an update after each.

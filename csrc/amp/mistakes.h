@@ -1,10 +1,12 @@
 // Looks for mistakes in the use of a scaler that raise no error but train on wrong gradients.
 #pragma once
 
-#include <torch/csrc/autograd/function.h>
 #include <torch/optim/optimizer.h>
 
+#include <optional>
 #include <unordered_set>
+
+#include "gradients.h"
 
 namespace ampfuse::amp {
 
@@ -47,12 +49,11 @@ class Watch {
 
  private:
   int64_t losses_ = 0;
-  std::weak_ptr<torch::autograd::Node> last_product_;
-  bool has_graph_ = false;  // a scaled loss had a gradient
-  std::unordered_set<const void*>
-      have_stepped_;         // optimizers that have stepped since the last loss
-  bool has_warned_ = false;  // of a loss that was scaled twice
-  int repeats_ = 0;          // updates since then in which one of them has stepped again
+  std::optional<Inspection::WeakTensor> last_product_;
+  bool has_graph_ = false;                        // a scaled loss had a gradient
+  std::unordered_set<const void*> have_stepped_;  // since the last loss
+  bool has_warned_ = false;                       // of a loss that was scaled twice
+  int repeats_ = 0;  // updates since then in which one of them has stepped again
 };
 
 }  // namespace ampfuse::amp
