@@ -1,7 +1,7 @@
 #include "mistakes.h"
 
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <utility>
 #include <vector>
@@ -12,24 +12,10 @@ namespace ampfuse::amp {
 
 namespace {
 
-using torch::autograd::Node;
-
 constexpr int kRepeatsForgiven = 2;
 
-// Returns true if a backward pass of the loss computes the gradient of this parameter.
-bool depends_on(const at::Tensor& loss, const at::Tensor& param) {
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
-  if (!accumulator) return false;
-  std::vector<Node*> nodes = {loss.grad_fn().get()};
-  std::unordered_set<Node*> seen = {nullptr};
-  while (!nodes.empty()) {
-    Node* const node = nodes.back();
-    nodes.pop_back();
-    if (!seen.insert(node).second) continue;
-    if (node == accumulator.get()) return true;
-    for (const auto& edge : node->next_edges()) nodes.push_back(edge.function.get());
-  }
-  return false;
+uint32_t version_of(const at::Tensor& grad) {
+  return grad.defined() && !grad.is_inference() ? grad._version() : 0;
 }
 
 }  // namespace
@@ -39,30 +25,28 @@ void UnscaledGradient::note_unscaled(const torch::optim::Optimizer& optimizer) {
     for (const at::Tensor& param : group.params()) {
       if (!param.grad().defined()) continue;
       param_ = param;
+      was_added_to_ = std::make_shared<bool>(false);
       return;
     }
   }
 }
 
-void UnscaledGradient::note_scaled_loss(const at::Tensor& loss, bool looks_at_graph) {
+void UnscaledGradient::note_scaled_loss(const at::Tensor& product, bool watches) {
   if (!param_.defined()) return;
-  const at::Tensor& grad = param_.grad();
-  was_reset_ |= !grad.defined();
-  if (grad_.defined() || !grad.defined() || grad.is_inference()) return;
-  if (!looks_at_graph || !depends_on(loss, param_)) return;
-  grad_ = grad;
-  version_ = grad._version();
-}
-
-bool UnscaledGradient::is_computed_again() const {
-  if (!param_.defined() || !param_.grad().defined()) return false;
-  const bool was_written =
-      grad_.defined() && (!param_.grad().is_same(grad_) || grad_._version() != version_);
-  return was_reset_ || was_written;
+  was_reset_ |= !param_.grad().defined();
+  if (!watches || !product.requires_grad()) return;
+  product.register_hook([param = param_, was_added_to = was_added_to_](const at::Tensor&) {
+    const at::Tensor before = param.grad();
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [param, was_added_to, before, version = version_of(before)] {
+          const at::Tensor& now = param.grad();
+          *was_added_to |= !now.is_same(before) || version_of(now) != version;
+        });
+  });
 }
 
 void UnscaledGradient::warn_if_computed_again() {
-  if (!is_computed_again()) return;
+  if (!param_.defined() || !(was_reset() || *was_added_to_)) return;
   *this = {};  // one warning is enough
   TORCH_WARN(
       "gradients were computed again since they were unscaled, so they are still multiplied by the "

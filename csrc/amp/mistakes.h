@@ -17,21 +17,20 @@ class UnscaledGradient {
  public:
   void note_unscaled(const torch::optim::Optimizer& optimizer);
 
-  /// Records that a loss is scaled. With `looks_at_graph`, its graph is searched for the parameter.
-  void note_scaled_loss(const at::Tensor& loss, bool looks_at_graph);
+  /// Records that a loss is scaled to `product`. With `watches`, the backward pass of the product
+  /// is watched: it may add to the gradient.
+  void note_scaled_loss(const at::Tensor& product, bool watches);
 
-  /// Returns true if the gradient was computed again since it was unscaled: the program has reset
-  /// it, or it was written after a loss was scaled that depends on the parameter.
-  bool is_computed_again() const;
+  /// Returns true if the program has reset the gradient, and it was computed again.
+  bool was_reset() const { return was_reset_ && param_.grad().defined(); }
 
   /// Warns if the gradient was computed again.
   void warn_if_computed_again();
 
  private:
-  at::Tensor param_;  // the first with a gradient
-  at::Tensor grad_;   // its gradient when a loss was scaled that depends on it
-  uint32_t version_ = 0;
-  bool was_reset_ = false;  // the gradient was undefined when a loss was scaled
+  at::Tensor param_;                    // the first with a gradient
+  bool was_reset_ = false;              // the gradient was undefined when a loss was scaled
+  std::shared_ptr<bool> was_added_to_;  // by the backward pass of a scaled loss
 };
 
 /// Looks for losses that are scaled twice, or not any more.

@@ -52,8 +52,7 @@ OptimizerState& ScalerState::of(const torch::optim::Optimizer& optimizer) {
 
 OptimizerState& ScalerState::current(const torch::optim::Optimizer& optimizer) {
   OptimizerState& found = of(optimizer);
-  if (found.is_loaded && found.unscaled.is_computed_again())
-    found = {found.first_param, found.address};
+  if (found.is_loaded && found.unscaled.was_reset()) found = {found.first_param, found.address};
   return found;
 }
 
@@ -62,7 +61,7 @@ void ScalerState::note_scaled_loss(const at::Tensor& loss, const at::Tensor& pro
   watch.note_scaled_loss(loss, product);
   for (OptimizerState& known : optimizers) {
     if (known.stage != Stage::kUnscaled) continue;
-    known.unscaled.note_scaled_loss(loss, watch.is_at_start());
+    known.unscaled.note_scaled_loss(product, watch.is_at_start());
   }
 }
 

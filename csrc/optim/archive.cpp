@@ -132,8 +132,9 @@ void refuse_other_order(const std::vector<torch::optim::OptimizerParamGroup>& gr
     const auto goes_to = std::ranges::find_if(
         loaded, [&](const Loaded& other) { return are_same(other.param, value); });
     if (goes_to == loaded.end()) return;  // the model was not loaded before: nothing is known
-    const auto comes_from = std::ranges::find_if(
-        loaded, [&](const Loaded& other) { return are_same(other.value(), one.param); });
+    const auto comes_from = std::ranges::find_if(loaded, [&](const Loaded& other) {
+      return other.param.sizes() == one.param.sizes() && are_same(other.value(), one.param);
+    });
     TORCH_CHECK_VALUE(comes_from == loaded.end(), "loaded state dict: the master of ", one.index,
                       " is the value of ", goes_to->index, ", and that of ", comes_from->index,
                       " its own: make the optimizer with its parameters in the order that they had "

@@ -115,7 +115,7 @@ def run_backward(loss: Tensor) -> None:
             raise
         raise RuntimeError(
             "accumulate: step: the graph of the loss was freed. If step calls backward(), leave it "
-            "out: accumulate calls it. Return the loss"
+            "out: accumulate calls it. If step keeps a tensor of the last micro-batch, detach it"
         ) from error
 
 

@@ -82,6 +82,17 @@ TEST_CASE("clipping after the loss of another optimizer was scaled is not warned
   CHECK(warnings.messages.empty());
 }
 
+TEST_CASE("a backward pass that leaves an unscaled gradient as it is gives no warning") {
+  Watched training;
+  auto& [warnings, guard, param, other, optimizer, second, fused, scaler] = training;
+  training.backward_anew(param);
+  scaler.unscale_(fused);
+  scaler.scale((param * other).sum()).backward({}, {}, /*create_graph=*/false, Tensors{other});
+  scaler.clip_grad_norm_(fused, 0.5);
+  scaler.step(fused);
+  CHECK(warnings.messages.empty());
+}
+
 TEST_CASE("a scaler that loads a state unscales the next gradients") {
   Watched training;
   auto& [warnings, guard, param, other, optimizer, second, fused, scaler] = training;

@@ -347,7 +347,9 @@ class DeviceScaler(ReportingScaler):
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         found_inf, one = flag_without_inverse(scale), torch.ones_like(scale)
         known = BackwardNorms.find(optimizer)
-        if known is None and type(self)._unscale_grads_ is not DeviceScaler._unscale_grads_:
+        # Derived classes override this, and programs replace it on a scaler.
+        is_own = getattr(self._unscale_grads_, "__func__", None) is DeviceScaler._unscale_grads_
+        if known is None and not is_own:
             flags = self._unscale_grads_(optimizer, one, found_inf, True)
         else:
             flags = self._inspect(optimizer, one, found_inf, True, known)

@@ -53,7 +53,7 @@ class ReportingScaler(SavedScaler):
         Returns:
             Names as in `model.named_parameters()`.
         """
-        if not isinstance(model, torch.nn.Module):
+        if not hasattr(model, "named_parameters"):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         if not self._enabled:
             return []

@@ -294,6 +294,7 @@ class GradScaler(DeviceScaler):
             super().update(new_scale)
             self._has_announced = self._has_scaled = False
             self._inspections.clear()
+            self._watch.end_step()
             return
         self._update(scale, growth_tracker)
 

@@ -45,9 +45,9 @@ FORGOTTEN = (
     "the gradients of {steps} steps in a row were divided by the loss scale, but no loss was "
     "multiplied by it: call scaler.scale(loss).backward()"
 )
-STEPPED_TWICE = (
-    "optimizer.step() was called beside scaler.step(optimizer), with gradients that are still "
-    "multiplied by the loss scale: call only scaler.step(optimizer)"
+STEPPED_ALONE = (
+    "optimizer.step() was called by itself, with gradients that are still multiplied by the loss "
+    "scale: call scaler.step(optimizer) instead, and then scaler.update()"
 )
 UNUSED = (
     "losses were scaled, but their backward passes did not begin at the scaled losses, so the "

@@ -4,21 +4,14 @@ By these notes a scaler notices gradients that were used while they were scaled,
 whose backward pass was not run. They are taken in its first steps alone.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ampfuse.gradients.signals import Version
-
-
-class Computed(NamedTuple):
-    """A gradient at the end of the backward pass that has computed it."""
-
-    param: Tensor
-    writes: int  # to the parameter until then
-    grad: Version
 
 
 class ScaledBackward:
@@ -27,7 +20,7 @@ class ScaledBackward:
     def __init__(self) -> None:
         self._losses = 0
         self._has_run = False
-        self._computed: dict[int, Computed] = {}  # by the ids of parameters
+        self._computed: dict[int, Version] = {}  # by the ids of parameters
 
     def watch(self, loss: Tensor, product: Tensor) -> None:
         """Note what a backward pass of `product`, the scaled loss, will compute."""
@@ -35,21 +28,36 @@ class ScaledBackward:
         # Other leaves are inputs, which adversarial training writes by the signs of gradients.
         params: list[Tensor] = [leaf for leaf in leaves_of(loss) if isinstance(leaf, Parameter)]
 
-        def note_start(_: Tensor) -> None:
+        def note_start(_: Any) -> None:
             self._has_run = True
-            Variable._execution_engine.queue_callback(lambda: self._note_end(params))
+            if torch.compiler.is_compiling():  # the compiler cannot trace what follows
+                return
+            before = [version_of(param.grad) for param in params]
+            Variable._execution_engine.queue_callback(lambda: self._note_end(params, before))
 
-        product.register_hook(note_start)  # type: ignore[no-untyped-call]
+        assert product.grad_fn is not None
+        product.grad_fn.register_prehook(note_start)
 
-    def _note_end(self, params: list[Tensor]) -> None:
-        for param in params:
-            grad = param.grad
-            if grad is not None and not (grad.is_inference() or param.is_inference()):
-                self._computed[id(param)] = Computed(param, param._version, Version.read(grad))
+    def _note_end(self, params: list[Tensor], before: list[Version | None]) -> None:
+        for param, version in zip(params, before, strict=True):
+            now = version_of(param.grad)
+            if now is not None and now != version:  # backward(inputs=...) leaves others as they are
+                self._computed[id(param)] = now
+
+    def note_other(self) -> None:
+        """Note that something else than one loss was scaled, which is not watched."""
+        self._has_run = True
 
     def has_computed(self, param: Tensor) -> bool:
         """Return True if a backward pass has computed this gradient since `forget`."""
-        return id(param) in self._computed
+        version = self._computed.get(id(param))
+        return version is not None and version.grad() is param.grad
+
+    def is_scaled(self, param: Tensor) -> bool:
+        """Return True if the gradient is still as a backward pass of a scaled loss has left it."""
+        version = self._computed.get(id(param))
+        is_same = version is not None and version.grad() is param.grad
+        return is_same and version.unwritten() is not None  # type: ignore[union-attr]
 
     def forget(self, param: Tensor) -> None:
         """Forget a gradient, since it is unscaled now."""
@@ -59,23 +67,15 @@ class ScaledBackward:
         """Return True if losses were scaled, and no backward pass came from any of them."""
         return self._losses > 0 and not self._has_run
 
-    def was_stepped_by_others(self, own: set[int]) -> bool:
-        """Return True if other code has written parameters by their gradients, which are scaled.
-
-        `own`: the ids of the parameters that the scaler steps.
-        """
-        return any(
-            id(param) not in own
-            and param._version > writes
-            and param.grad is grad.grad()
-            and grad.unwritten() is not None
-            for param, writes, grad in self._computed.values()
-        )
-
     def end_step(self) -> None:
         """Forget all: the scaler is updated."""
         self._losses, self._has_run = 0, False
         self._computed.clear()
+
+
+def version_of(grad: Tensor | None) -> Version | None:
+    """Return the version of a gradient, or None if there is none, or none that is counted."""
+    return None if grad is None or grad.is_inference() else Version.read(grad)
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:

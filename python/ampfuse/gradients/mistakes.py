@@ -34,13 +34,14 @@ from ampfuse.gradients.shards import local
 # first one on were written since, and not by the scaler. Another network may take steps between
 # micro-batches, and may be a part of the loss, as the discriminator of a GAN.
 FIRST_LOSS, LAST_LOSS = 10, 20
-UPDATES_WATCHED = 6
+UPDATES_WATCHED, MOST_LOSSES = 6, 60
 LOSSES_KEPT = 3  # those of a GAN alternate
 
 # The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_step.h), so
 # each step is skipped. The first scale is halved 144 times in a row until then.
 LARGEST_SCALE_WITHOUT_INVERSE = 2.0**-128
 UPDATES_BETWEEN_LOOKS = 16
+MOST_SKIPS = 32  # in a row; the search for a first scale takes fewer
 
 IS_SCALED = "ampfuse: scaled"  # the mark of scaled losses in the metadata of their nodes
 
@@ -77,16 +78,16 @@ class Watch:
     def __init__(self) -> None:
         self._steps = 0
         self._losses = 0  # scaled, up to LAST_LOSS
+        self._losses_seen = 0  # those whose graph was looked at
         self._has_graph = False  # True if a scaled loss had a gradient
         self._stepped_since_loss: set[int] = set()  # ids of optimizers, since the last scaled loss
         self._repeats = 0  # updates since then in which one of them has stepped again
         self._backward = ScaledBackward()
-        self._unused = self._beside = 0  # updates after which these mistakes were likely
+        self._unused = 0  # updates before which no backward pass came from a scaled loss
         self._params: list[list[tuple[Tensor, int]]] = []  # of the losses kept, with versions
         self._stepped: set[int] = set()  # ids of the parameters that the scaler steps or unscales
         self._updates = 0
         self._scale: HostCopy | None = HostCopy()  # None after the warning about it
-        self._last_scale = 0.0  # at the last look
         self._ignored_overflow = HostCopy()  # the flag of a step that the scaler did not take
         self._clipped: tuple[float, HostCopy, HostCopy] | None = None  # limit, norm and scale
         self._norms: dict[int, FirstNorms] = {}  # by the ids of optimizers
@@ -98,7 +99,8 @@ class Watch:
     @property
     def _is_at_start(self) -> bool:
         # A step may have more micro-batches than LAST_LOSS. Some programs never update a scaler.
-        return self._losses < LAST_LOSS or 0 < self._updates < UPDATES_WATCHED
+        is_early = 0 < self._updates < UPDATES_WATCHED and self._losses_seen < MOST_LOSSES
+        return self._losses < LAST_LOSS or is_early
 
     @property
     def has_unscaled(self) -> bool:
@@ -132,6 +134,7 @@ class Watch:
                 if self._steps == 0:
                     _first_steps.add(self)
         if self._is_at_start:
+            self._losses_seen += 1
             self._look_at_scaled(loss, scaled)
         if self._losses < LAST_LOSS:
             self._losses = LAST_LOSS if history.is_last_in_graph else self._losses + 1
@@ -143,8 +146,10 @@ class Watch:
             if loss.grad_fn is not None and loss.grad_fn.metadata.get(IS_SCALED):
                 self._warn(texts.SCALED_TWICE)
             scaled.grad_fn.metadata[IS_SCALED] = True
-            if type(loss) is Tensor and loss.requires_grad and not is_capturing():
-                self._backward.watch(loss, scaled)
+        if type(scaled) is not Tensor or is_capturing():
+            self._backward.note_other()
+        elif scaled.grad_fn is not None:
+            self._backward.watch(loss, scaled)
 
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
@@ -161,7 +166,7 @@ class Watch:
             self._params.append([(param, param._version) for param in params])
         elif self._losses == LAST_LOSS:
             losses, self._params = [one for one in self._params if one], []
-            if self.is_scale_known:
+            if self.is_scale_known or texts.STEPPED_ALONE in self.warnings:
                 return
             are_own = [any(id(param) in self._stepped for param, _ in one) for one in losses]
             are_written = [all(param._version > then for param, then in one) for one in losses]
@@ -195,14 +200,21 @@ class Watch:
             self._warn(texts.COMPUTED_AGAIN)
 
     def _look_at_backward(self) -> None:
-        """Warn if scaled losses, or gradients that are scaled, were used in another way."""
+        """Warn if scaled losses were not used."""
         if self._is_at_start and not self.is_scale_known:
             self._unused += self._backward.is_unused()
-            self._beside += self._backward.was_stepped_by_others(self._stepped)
             if self._unused == STEPS_WATCHED:
                 self._warn(texts.UNUSED)
-            if self._beside == STEPS_WATCHED:
-                self._warn(texts.STEPPED_BESIDE)
+        self._backward.end_step()
+
+    def look_at_own_step(self, param: Tensor) -> None:
+        """Warn if an optimizer steps by itself with a gradient of `param` that is scaled."""
+        if not self.is_scale_known and self._backward.is_scaled(param):
+            self._warn(texts.STEPPED_ALONE)
+
+    @eager_only
+    def end_step(self) -> None:
+        """Forget the backward passes before an update that sets the scale."""
         self._backward.end_step()
 
     def _look_for_forgotten_losses(self, scaler: Any) -> None:
@@ -221,7 +233,7 @@ class Watch:
             self._warn(texts.FORGOTTEN.format(steps=STEPS_WATCHED))
         slots = [state["slot"] for state in states.values() if "slot" in state]
         if any([slot.has_stepped_twice() for slot in slots]):
-            self._warn(texts.STEPPED_TWICE)
+            self._warn(texts.STEPPED_ALONE)
 
     def _look_for_steps_after_unscaling(
         self, states: Iterable[dict[str, Any]], history: Any
@@ -251,10 +263,10 @@ class Watch:
         self._look_for_steps_after_unscaling(states, history)
         self._look_for_forgotten_losses(scaler)
         self._look_at_backward()
-        self._look_at_scale(scale, scaler.get_backoff_factor())
+        self._look_at_scale(scale, history)
 
-    def _look_at_scale(self, scale: Tensor, backoff_factor: float) -> None:
-        """Warn once if each step between two looks was skipped, and if each will be from now on."""
+    def _look_at_scale(self, scale: Tensor, history: Any) -> None:
+        """Warn once if many steps in a row were skipped, and if each will be from now on."""
         self._updates += 1
         if self._updates % UPDATES_BETWEEN_LOOKS or self._scale is None or not has_number(scale):
             return
@@ -262,14 +274,11 @@ class Watch:
         if number is not None and number <= LARGEST_SCALE_WITHOUT_INVERSE:
             self._scale = None
             self._warn(texts.LOST_SCALE.format(scale=number))
-            return
-        if number is not None:
-            fall = backoff_factor ** (UPDATES_BETWEEN_LOOKS - 0.5)
-            if number < self._last_scale * fall:
-                self._warn(texts.ALWAYS_SKIPPED.format(steps=UPDATES_BETWEEN_LOOKS))
-            self._last_scale = number
-        if scale.is_cuda and not is_capturing():
-            self._scale.send(scale)
+        elif not is_capturing():
+            if history.consecutive_skips() >= MOST_SKIPS:
+                self._warn(texts.ALWAYS_SKIPPED.format(steps=MOST_SKIPS))
+            if scale.is_cuda:
+                self._scale.send(scale)
 
     @eager_only
     def note_scaled_gradients(self, optimizer: Any, scale: Tensor) -> None:
@@ -359,6 +368,19 @@ class Watch:
         if text not in self.warnings:
             self.warnings.append(text)
             warn_caller(text)
+
+
+@eager_only
+def note_own_step(params: Iterable[Tensor]) -> None:
+    """Look whether an optimizer steps by itself with gradients that are scaled."""
+    if len(_first_steps) == 0:
+        return
+    param = next(iter(params), None)
+    if param is not None:
+        with _lock:
+            watches = list(_first_steps)
+        for watch in watches:
+            watch.look_at_own_step(param)
 
 
 def has_new_gradients(state: dict[str, Any]) -> bool:

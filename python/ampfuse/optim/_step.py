@@ -3,6 +3,7 @@
 Code that torch.compile traces reads the lists in another way, see `_traced`.
 """
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ampfuse._graphs import eager_only, groups_of, is_capturing, traced_as
 from ampfuse.gradients.devices import move_to
+from ampfuse.gradients.mistakes import note_own_step
 from ampfuse.gradients.signals import Signals
 from ampfuse.optim import options
 from ampfuse.optim._clips import grad_norm_tensor, group_clips
@@ -106,5 +108,7 @@ def step_columns(
 def note_step(optimizer: Any, columns: list[list[Columns]], signals: Signals) -> None:
     """Record the step that was just taken."""
     optimizer._slot.note_step(signals)
+    if signals.grad_scale is None and signals.found_inf is None:
+        note_own_step(one.params[0] for one in chain.from_iterable(columns))
     optimizer._columns.note_step()
     optimizer._written.note_step(columns)
