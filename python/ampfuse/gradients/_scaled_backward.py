@@ -74,7 +74,7 @@ class ScaledBackward:
 
 
 def version_of(grad: Tensor | None) -> Version | None:
-    """Return the version of a gradient, or None if there is none, or none that is counted."""
+    """Return the version of a gradient, or None without one, and in inference mode."""
     return None if grad is None or grad.is_inference() else Version.read(grad)
 
 

@@ -200,7 +200,9 @@ def test_steps_without_the_scaler_warn_once(device, make):
             loop.scaler.state_dict()  # reads the scale, but does not return it to the loop
 
     # Optimizers of ampfuse look at their gradients.
-    first, text = (1, "called by itself") if make is ampfuse.AdamW else (20, r"but scaler.step\(opt")
+    first, text = (
+        (1, "called by itself") if make is ampfuse.AdamW else (20, r"but scaler.step\(opt")
+    )
     iterate(first - 1)
     with pytest.warns(UserWarning, match=text) as caught:
         iterate(1)
