@@ -275,7 +275,7 @@ def skips(tmp_path_factory):
 
 def test_hints_about_skipped_steps_state_only_what_has_happened(skips):
     compiled, warned, constant, bad_batches, too_high, falling = skips["hints"]
-    assert warned.startswith("each of the last 16 steps was skipped")
+    assert warned.startswith("each of the last 32 steps was skipped")
     assert compiled.startswith("Calls inside torch.compile are not counted")
     assert constant.startswith("The last 10 steps were skipped, and the loss scale is now 64: ")
     assert "gradients are not finite at any scale" in constant
