@@ -55,9 +55,7 @@ class ScaledBackward:
 
     def is_scaled(self, param: Tensor) -> bool:
         """Return True if the gradient is still as a backward pass of a scaled loss has left it."""
-        version = self._computed.get(id(param))
-        is_same = version is not None and version.grad() is param.grad
-        return is_same and version.unwritten() is not None  # type: ignore[union-attr]
+        return self.has_computed(param) and self._computed[id(param)].unwritten() is not None
 
     def forget(self, param: Tensor) -> None:
         """Forget a gradient, since it is unscaled now."""

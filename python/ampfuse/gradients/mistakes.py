@@ -34,8 +34,11 @@ from ampfuse.gradients.shards import local
 # first one on were written since, and not by the scaler. Another network may take steps between
 # micro-batches, and may be a part of the loss, as the discriminator of a GAN.
 FIRST_LOSS, LAST_LOSS = 10, 20
-UPDATES_WATCHED, MOST_LOSSES = 6, 60
 LOSSES_KEPT = 3  # those of a GAN alternate
+
+# A step may have more micro-batches than LAST_LOSS, so losses are looked at until this update, too.
+# The graphs of at most so many are searched, since a deep one takes 16 ms.
+UPDATES_WATCHED, MOST_LOSSES = 6, 60
 
 # The inverse of this and of smaller scales is not a finite float32 (see csrc/math/fused_step.h), so
 # each step is skipped. The first scale is halved 144 times in a row until then.
@@ -98,7 +101,7 @@ class Watch:
 
     @property
     def _is_at_start(self) -> bool:
-        # A step may have more micro-batches than LAST_LOSS. Some programs never update a scaler.
+        # Some programs never update a scaler: with them LAST_LOSS is the end.
         is_early = 0 < self._updates < UPDATES_WATCHED and self._losses_seen < MOST_LOSSES
         return self._losses < LAST_LOSS or is_early
 
@@ -370,9 +373,8 @@ class Watch:
             warn_caller(text)
 
 
-@eager_only
 def note_own_step(params: Iterable[Tensor]) -> None:
-    """Look whether an optimizer steps by itself with gradients that are scaled."""
+    """Look whether an optimizer steps by itself, in eager code, with gradients that are scaled."""
     if len(_first_steps) == 0:
         return
     param = next(iter(params), None)
