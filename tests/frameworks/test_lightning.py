@@ -6,7 +6,7 @@ import ampfuse
 import pytest
 import torch
 from ampfuse.distributed import norms_in_backward
-from ampfuse.gradients.signals import BackwardNorms
+from ampfuse.gradients.backward_norms import BackwardNorms
 from ampfuse.integrations.lightning import FabricMixedPrecision, MixedPrecision, ScaleLogger
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision.amp import MixedPrecision as PlainFabricPrecision

@@ -16,8 +16,10 @@ from ampfuse._graphs import at_compile_time, eager_only, make_static, traced_as
 from ampfuse._host_copy import number_in
 from ampfuse.amp._reports import ReportingScaler
 from ampfuse.amp._snapshot import ScalerSnapshot
+from ampfuse.gradients.backward_norms import BackwardNorms
 from ampfuse.gradients.devices import largest, move_to
 from ampfuse.gradients.inspection import (
+    Inspection,
     add_norm_of_shards,
     gradients_of,
     inspect,
@@ -29,8 +31,8 @@ from ampfuse.gradients.mistakes import (
     has_new_gradients,
     has_number,
 )
-from ampfuse.gradients.signals import BackwardNorms, Signals
-from ampfuse.optim.stepping import may_skip_on_device, step_with
+from ampfuse.gradients.signals import Signals
+from ampfuse.optim.stepping import step_with
 
 
 class DeviceScaler(ReportingScaler):
@@ -44,11 +46,12 @@ class DeviceScaler(ReportingScaler):
     def _step(
         self,
         optimizer: Optimizer,
-        takes_tensors: bool,
+        takes_scale: bool,
+        takes_flag: bool,
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Step an optimizer that may take scale and flag as tensors, but not the scaler."""
+        """Step an optimizer that may take the flag, and the scale with it, but not the scaler."""
         scale, _ = self._check_scale_growth_tracker("step")
         self._check_scaled("step")
         state = self._current_state(optimizer)
@@ -58,29 +61,25 @@ class DeviceScaler(ReportingScaler):
                 "missing?"
             )
         if state["stage"] is OptState.READY:
-            if takes_tensors:
+            if takes_scale:
                 self._watch.note_scaled_gradients(optimizer, scale)
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
-            inspection = self._inspections.get(id(optimizer))
-            self._watch.note_inspection(optimizer, state, inspection, scale, self._has_scaled)
-        else:
-            self._watch.look_for_new_gradients(state)
         has_gradients = len(state["found_inf_per_device"]) > 0
-        if not (has_gradients or takes_tensors or self.allow_no_grads):
+        if not (has_gradients or takes_scale or self.allow_no_grads):
             raise AssertionError(
                 "No inf checks were recorded for this optimizer: none of its parameters has a "
                 "gradient. Did you call scaler.scale(loss).backward()? If it is intended, pass "
                 "GradScaler(allow_no_grads=True)"
             )
         signals = self._note_step(optimizer, state)
-        if takes_tensors:
-            result = step_with(optimizer, signals, args, kwargs)
-        elif has_gradients:
+        if not (takes_flag or has_gradients):
+            result = optimizer.step(*args, **kwargs)
+        elif not takes_flag:
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         else:
-            result = optimizer.step(*args, **kwargs)
+            result = step_with(optimizer, signals, args, kwargs)
         state["stage"] = OptState.STEPPED
         return result
 
@@ -102,11 +101,12 @@ class DeviceScaler(ReportingScaler):
         state["stage"] = OptState.UNSCALED
         self._watch.note_unscaling(optimizer, state)
 
-    def _signals(self, optimizer: Optimizer, state: dict[str, Any], found_inf: Tensor) -> Signals:
+    def _signals(
+        self, state: dict[str, Any], found_inf: Tensor, inspection: Inspection | None
+    ) -> Signals:
         """Return what is known about an optimizer's gradients, which may still be scaled."""
-        inspection = self._inspections.get(id(optimizer))
-        if state["stage"] is OptState.UNSCALED:
-            return Signals(None, found_inf, None, BackwardNorms.find(optimizer))
+        if state["stage"] is OptState.UNSCALED:  # the norms may have changed since
+            return Signals(None, found_inf)
         if inspection is None:  # a derived class has overridden _unscale_grads_
             return Signals(self._get_scale_async(), found_inf)
         norms = inspection.total_norms if inspection.is_scaled else None
@@ -293,10 +293,10 @@ class DeviceScaler(ReportingScaler):
         if norms is not None:
             state["outlier"] = self._outlier(optimizer, norms)
             found_inf = torch.maximum(found_inf, state["outlier"])
-        signals = self._signals(optimizer, state, found_inf)
-        self._history.note_step(found_inf, self._inspections.get(id(optimizer)))
-        self._watch.note_step(optimizer)
-        return signals
+        inspection = self._inspections.get(id(optimizer))
+        self._watch.look_at_step(optimizer, state, inspection, self)
+        self._history.note_step(found_inf, inspection)
+        return self._signals(state, found_inf, inspection)
 
     def _norm_statistics(self, device: torch.device) -> Tensor | None:
         if self.policy.skip_outliers is None:
@@ -338,7 +338,7 @@ class DeviceScaler(ReportingScaler):
             gradients = gradients_of(optimizer, allow_fp16 or self._allow_fp16_grads)
             flags, inspection = inspect(gradients, inv_scale, found_inf, self.process_group, known)
             if self.policy.skip_outliers is not None:
-                add_norm_of_shards(optimizer, inspection)
+                add_norm_of_shards(gradients, inspection)
         self._inspections[id(optimizer)] = inspection
         return flags
 
@@ -364,17 +364,12 @@ class DeviceScaler(ReportingScaler):
     ) -> Any:
         """Step unless a flag is set, like torch's method of this name.
 
-        This is the only place in a step where the host waits, once for all devices. It does not
-        wait for an optimizer of ampfuse's that skips on the device, if no code can notice it.
+        This is the only place in a step where the host waits, once for all devices.
         """
         flags = list(optimizer_state["found_inf_per_device"].values())
         if "outlier" in optimizer_state:
             flags.append(optimizer_state["outlier"])
-        found_inf = largest(flags)
-        if may_skip_on_device(optimizer, args, kwargs):
-            signals = self._signals(optimizer, optimizer_state, found_inf)
-            return step_with(optimizer, signals, args, kwargs)
-        return None if found_inf.item() else optimizer.step(*args, **kwargs)
+        return None if largest(flags).item() else optimizer.step(*args, **kwargs)
 
 
 def _divided_flag(scale: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ampfuse.amp.gate import Gate
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
 from ampfuse.gradients.inspection import Inspection, norm_for
 from ampfuse.gradients.mistakes import Watch
-from ampfuse.optim.stepping import takes_scaler, takes_tensors
+from ampfuse.optim.stepping import may_skip_on_device, takes_scaler, takes_tensors
 
 NO_GPU = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."  # torch's
 
@@ -223,7 +223,9 @@ class GradScaler(DeviceScaler):
             result = super().step(optimizer, *args, **kwargs)
             self._note_step(optimizer, self._state_of(optimizer))
             return result
-        return self._step(optimizer, takes_tensors(optimizer), args, kwargs)
+        takes_scale = takes_tensors(optimizer)
+        takes_flag = takes_scale or may_skip_on_device(optimizer, args, kwargs)
+        return self._step(optimizer, takes_scale, takes_flag, args, kwargs)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Unscale gradients in place, and clip their norm to `max_norm`.

@@ -10,7 +10,7 @@ from torch import Tensor
 from ampfuse import ops
 from ampfuse._graphs import is_in_backward
 from ampfuse.distributed._collector import call_at_the_end, keep_for_current_stream
-from ampfuse.gradients.signals import BackwardNorms
+from ampfuse.gradients.backward_norms import BackwardNorms
 
 
 class Buckets:

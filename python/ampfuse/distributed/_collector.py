@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ampfuse import ops
 from ampfuse._graphs import backward_pass, eager_only, is_capturing, is_in_backward
+from ampfuse.gradients.backward_norms import BackwardNorms
 from ampfuse.gradients.devices import is_served
 from ampfuse.gradients.shards import Sharding, local, sharding_of
-from ampfuse.gradients.signals import BackwardNorms
 
 # Gradients are read when so many bytes have been written: few kernels, and they fit in L2 caches.
 BYTES_AT_ONCE = 2**24

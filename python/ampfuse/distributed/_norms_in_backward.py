@@ -14,8 +14,8 @@ from ampfuse._arguments import type_name
 from ampfuse._nested import params_of, unwrapped
 from ampfuse.distributed._buckets import Buckets
 from ampfuse.distributed._collector import Collector
+from ampfuse.gradients.backward_norms import BackwardNorms
 from ampfuse.gradients.shards import is_distributed, is_dtensor
-from ampfuse.gradients.signals import BackwardNorms
 from ampfuse.optim import FusedOptimizer
 
 

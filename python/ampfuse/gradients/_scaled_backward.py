@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from ampfuse.gradients.signals import Version
+from ampfuse.gradients.version import Version
 
 
 class ScaledBackward:
@@ -56,6 +56,12 @@ class ScaledBackward:
     def is_scaled(self, param: Tensor) -> bool:
         """Return True if the gradient is still as a backward pass of a scaled loss has left it."""
         return self.has_computed(param) and self._computed[id(param)].unwritten() is not None
+
+    def note_inspection(self, param: Tensor) -> None:
+        """Note that a scaler's check counts as a write of the gradient, which stays scaled."""
+        if self.has_computed(param):
+            assert param.grad is not None
+            self._computed[id(param)] = Version.read(param.grad)
 
     def forget(self, param: Tensor) -> None:
         """Forget a gradient, since it is unscaled now."""

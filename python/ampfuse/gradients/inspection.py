@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from ampfuse import _C, ops
 from ampfuse._graphs import groups_of, traced_as
+from ampfuse.gradients.backward_norms import BackwardNorms
 from ampfuse.gradients.devices import largest, move_to
 from ampfuse.gradients.lists import GradientList, resolve_conjugate_grad
 from ampfuse.gradients.norms import found_by_any, norm_of_shards, rounded, total
 from ampfuse.gradients.shards import is_distributed, is_dtensor, local, spread_dimensions
-from ampfuse.gradients.signals import BackwardNorms
 
 
 @dataclass
@@ -24,6 +24,8 @@ class Gradients:
     """All gradients of an optimizer."""
 
     on: dict[torch.device, GradientList] = field(default_factory=dict)
+    owners: list[Tensor] = field(default_factory=list)
+    """All parameters, also those without a gradient, if there may be other ranks."""
     meshes: dict[tuple[Any, int], None] = field(default_factory=dict)
     """Mesh dimensions along which some parameters are sharded."""
     are_whole: bool = True
@@ -59,6 +61,7 @@ def gradients_of(optimizer: Optimizer, allow_fp16: bool) -> Gradients:
         for device, with_grads, grads in ordinary:
             found.add(device, with_grads, grads)
         if is_distributed():  # all ranks call the collectives, even without gradients
+            found.owners += params
             for param in filter(is_dtensor, params):
                 spread = spread_dimensions(param.placements)
                 found.meshes |= {(param.device_mesh, dimension): None for dimension in spread}
@@ -219,12 +222,11 @@ def unscaled_norm(inspections: Iterable[Inspection], scale: Tensor) -> Tensor | 
     return ops.multi_tensor_norm(norms, dtype=torch.float32).total_norm if norms else None
 
 
-def add_norm_of_shards(optimizer: Optimizer, inspection: Inspection) -> None:
+def add_norm_of_shards(gradients: Gradients, inspection: Inspection) -> None:
     """Compute the norm of gradients of which some are shards, in one more read, on all ranks."""
-    params = [param for group in groups_of(optimizer) for param in group["params"]]
-    if is_distributed() and any(map(is_dtensor, params)):
-        grads = [param.grad for param in params if param.grad is not None]
-        inspection.norm_of_shards = norm_of_shards(grads, params)
+    if any(map(is_dtensor, gradients.owners)):
+        grads = [param.grad for param in gradients.owners if param.grad is not None]
+        inspection.norm_of_shards = norm_of_shards(grads, gradients.owners)
 
 
 def norm_or_refuse(inspection: Inspection, scale: Tensor) -> Tensor | None:

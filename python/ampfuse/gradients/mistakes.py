@@ -179,17 +179,17 @@ class Watch:
                 elif not self._stepped:
                     self._warn(texts.NEVER_STEPPED.format(losses=LAST_LOSS))
 
-    @eager_only
-    def note_step(self, optimizer: Any) -> None:
-        """Record that the scaler steps an optimizer, or unscales its gradients."""
+    def _note_params(self, optimizer: Any) -> Tensor | None:
+        """Record that the scaler steps these parameters; return the first that has a gradient."""
+        params = params_of(optimizer)
         if self._is_at_start and not self.is_scale_known:
-            self._stepped.update(map(id, params_of(optimizer)))
+            self._stepped.update(map(id, params))
+        return next((param for param in params if param.grad is not None), None)
 
     @eager_only
     def note_unscaling(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Record in the scaler's `state` how often a parameter was written before its step."""
-        self.note_step(optimizer)
-        param = next((param for param in params_of(optimizer) if param.grad is not None), None)
+        param = self._note_params(optimizer)
         if param is not None and not param.is_inference():
             state["version"] = param, param._version
             self._backward.forget(param)
@@ -221,7 +221,7 @@ class Watch:
         self._backward.end_step()
 
     def _look_for_forgotten_losses(self, scaler: Any) -> None:
-        """Warn if no loss was scaled for some steps, or if an optimizer has stepped twice.
+        """Warn if no loss was scaled for some steps.
 
         One loss may serve several optimizers, with an update after each. The first stages of a
         pipeline, which have a process group, scale no loss.
@@ -234,9 +234,6 @@ class Watch:
         is_certain = must_scale and self._has_graph and not self.is_scale_known
         if self._repeats == STEPS_WATCHED and is_certain:
             self._warn(texts.FORGOTTEN.format(steps=STEPS_WATCHED))
-        slots = [state["slot"] for state in states.values() if "slot" in state]
-        if any([slot.has_stepped_twice() for slot in slots]):
-            self._warn(texts.STEPPED_ALONE)
 
     def _look_for_steps_after_unscaling(
         self, states: Iterable[dict[str, Any]], history: Any
@@ -288,7 +285,6 @@ class Watch:
         """Check whether gradients that are still scaled were clipped. Each call is one step."""
         if self.is_done or is_capturing():
             return
-        grads = (param.grad for param in params_of(optimizer) if param.grad is not None)
         self._steps += 1
         with _lock:
             if self._steps > STEPS_WATCHED:
@@ -297,47 +293,34 @@ class Watch:
                     _clips.clear()
         is_looking = self._steps <= STEPS_WATCHED and self._clipped is None
         if is_looking and not self.is_scale_known and has_number(scale):
-            clip = first_clip(grads)
+            clip = first_clip(params_of(optimizer))
             if clip is not None and has_number(clip.total_norm):
                 self._clipped = (
                     clip.max_norm,
                     copied_to_host(clip.total_norm.float()),
                     copied_to_host(scale),
                 )
-        self._report()
-        norms = self._norms.values()
-        is_waiting = self._clipped is not None or any(one.is_waiting for one in norms)
-        self.is_done = self._steps > STEPS_WATCHED and (self.has_reported or not is_waiting)
 
     @eager_only
-    def note_inspection(
-        self,
-        optimizer: Any,
-        state: dict[str, Any],
-        inspection: Any,
-        scale: Tensor,
-        has_scaled: bool,
+    def look_at_step(
+        self, optimizer: Any, state: dict[str, Any], inspection: Any, scaler: Any
     ) -> None:
-        """Record that an optimizer steps on gradients that the scaler has just inspected.
+        """Look at the gradients with which `scaler` is about to step an optimizer."""
+        param = self._note_params(optimizer)
+        if inspection is not None and not self.has_reported and not is_capturing():
+            self._note_norm(optimizer, inspection, scaler)
+        if not self.is_done and not is_capturing():
+            self._report()
+        self.look_for_new_gradients(state)
+        if param is not None and inspection is not None and inspection.is_scaled:
+            self._backward.note_inspection(param)
 
-        `has_scaled`: whether a loss was scaled since the last update.
-        """
-        if inspection is None:
-            return
+    def _note_norm(self, optimizer: Any, inspection: Any, scaler: Any) -> None:
+        """Record the norm of an optimizer's gradients, and the limit of its own."""
         limit = getattr(optimizer, "max_grad_norm", None) if inspection.is_scaled else None
-        if inspection.is_scaled and self._losses < LAST_LOSS and hasattr(optimizer, "_slot"):
-            state["slot"] = optimizer._slot
-            optimizer._slot.watch(params_of(optimizer))
-        if limit is not None or (has_scaled and not self.is_scale_known):
-            self._note_norm(optimizer, inspection, limit, scale)
-
-    def _note_norm(
-        self, optimizer: Any, inspection: Any, limit: float | None, scale: Tensor
-    ) -> None:
-        """Record the norm of an optimizer's gradients, and the limit of its own, or None."""
-        if self.has_reported or is_capturing():
+        if limit is None and (self.is_scale_known or not scaler._has_scaled):
             return
-        norms = self._norms.setdefault(id(optimizer), FirstNorms())
+        norms, scale = self._norms.setdefault(id(optimizer), FirstNorms()), scaler._scale
         if norms.are_judged:
             return
         found = list(inspection.total_norms.values())
@@ -346,12 +329,16 @@ class Watch:
             if has_number(norm) and has_number(scale):
                 copies = copied_to_host(norm), copied_to_host(scale)
                 norms.steps.append(StepNorm(*copies, inspection.is_scaled, limit))
-        self._report()
+                self.is_done = False
 
     def _report(self) -> None:
-        """Warn if a mistake is certain by now."""
-        if self.has_reported:
-            return
+        """Warn if a mistake with the clipping is certain by now, and note whether to look on."""
+        if not self.has_reported:
+            self._judge_norms()
+        is_waiting = self._clipped or any(one.is_waiting for one in self._norms.values())
+        self.is_done = self._steps > STEPS_WATCHED and (self.has_reported or not is_waiting)
+
+    def _judge_norms(self) -> None:
         if self._clipped is not None:
             max_norm, norm, scale = self._clipped[0], *(copy.number() for copy in self._clipped[1:])
             if norm is not None and scale is not None:
@@ -390,12 +377,12 @@ def has_new_gradients(state: dict[str, Any]) -> bool:
     return state.get("is_stale", False) and state["version"][0].grad is not None
 
 
-def first_clip(grads: Iterable[Tensor]) -> ClipRecord | None:
+def first_clip(params: Iterable[Tensor]) -> ClipRecord | None:
     """Return the record of the first gradient that was clipped and not written since, or None."""
     with _lock:
-        for grad in grads:
-            clip = _clips.get(id(grad))
-            if clip is not None and clip.version == grad._version:
+        for param in params:
+            clip = _clips.get(id(param.grad))
+            if clip is not None and param.grad is not None and clip.version == param.grad._version:
                 return clip
     return None
 

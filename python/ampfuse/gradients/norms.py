@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ampfuse import ops
+from ampfuse.gradients.backward_norms import BackwardNorms
 from ampfuse.gradients.devices import largest
 from ampfuse.gradients.lists import GradientList
 from ampfuse.gradients.shards import Sharding, is_distributed, local, sharding_of, spread_dimensions
-from ampfuse.gradients.signals import BackwardNorms
 
 
 @dataclass(frozen=True)

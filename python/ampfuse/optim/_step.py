@@ -107,7 +107,6 @@ def step_columns(
 @eager_only
 def note_step(optimizer: Any, columns: list[list[Columns]], signals: Signals) -> None:
     """Record the step that was just taken."""
-    optimizer._slot.note_step(signals)
     if signals.grad_scale is None and signals.found_inf is None:
         note_own_step(one.params[0] for one in chain.from_iterable(columns))
     optimizer._columns.note_step()

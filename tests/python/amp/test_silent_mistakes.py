@@ -33,13 +33,16 @@ class Training:
 
 
 @EVERY_SGD
-def test_clipping_of_scaled_gradients_by_torch_is_noticed_by_the_third_step(device, make):
+@pytest.mark.parametrize("unscales", [False, True])
+def test_clipping_of_scaled_gradients_by_torch_is_noticed_by_the_third_step(device, make, unscales):
     training = Training(device, make)
 
     def run():
         for _ in range(6):
             training.scaler.scale(training.loss()).backward()
             torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+            if unscales:
+                training.scaler.unscale_(training.optimizer)
             training.step()
 
     with pytest.warns(UserWarning, match="clipped to max_norm=1 while they were still") as caught:
