@@ -306,7 +306,7 @@ model = torch.nn.Linear(64, 10)
 optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
 scaler = torch.amp.GradScaler("cpu")
 
-@torch.compile(fullgraph=True)
+@torch.compile(fullgraph=True, backend="eager")
 def step(inputs, target):
     optimizer.zero_grad()
     loss = torch.nn.functional.cross_entropy(model(inputs), target)
