@@ -285,7 +285,7 @@ void FusedOptimizer::sync_masters_from_model() {
       const FusedParamState* state = optim::find_state(state_, param);
       if (!state || !state->master_param().defined()) continue;
       const at::Tensor& master = state->master_param();
-      master.copy_(optim::new_master(param, master.scalar_type()));
+      if (master.scalar_type() == at::kFloat) optim::adopt_param(param, master);
     }
   }
   writes_after_step_.reset();

@@ -145,7 +145,7 @@ FAULTS = [
         "tests/python/optim",
     ),
     Fault(
-        "Momentum that is turned on later does not start with the next gradient.",
+        "Momentum whose buffer was deleted does not start with the next gradient.",
         "python/ampfuse/optim/_state.py",
         """restarts = bool(missing) and options.first_step_sets_moments""",
         """restarts = False""",

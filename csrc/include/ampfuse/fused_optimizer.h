@@ -103,7 +103,9 @@ class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
   /// represents, and otherwise the parameter itself.
   [[nodiscard]] std::vector<at::Tensor> master_params() const;
 
-  /// Resets all masters to their parameters. The bits that the parameters lack are lost.
+  /// Makes all masters adopt what other code has written to their parameters. Elements that were
+  /// not written keep the additional bits of their masters. A remainder stays as it is: the
+  /// parameter is the other half of its master.
   void sync_masters_from_model();
 
   /// Writes the entries that torch's optimizer of the same name writes, and further ones;

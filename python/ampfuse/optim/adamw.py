@@ -43,7 +43,7 @@ class AdamW(Adam, torch.optim.AdamW):
     `torch.no_grad()` (but not through `.data`) between two eager steps of the same parameters, or
     between two steps of a `GraphedStep`, are all noticed, with a warning the first time. A GPU may
     miss any other write that changes fewer than 128 adjacent elements: call
-    `sync_masters_from_model()` after such a write. Tensors whose memory layout differs from their
+    `sync_masters_from_model()` after writes. Tensors whose memory layout differs from their
     parameter's are copied for the step.
 
     Args:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from ampfuse._copies import copied_with_group
 from ampfuse._graphs import groups_of, traced_as
-from ampfuse.gradients.shards import refuse_common_ranks
+from ampfuse.gradients.shards import local, refuse_common_ranks
 from ampfuse.gradients.signals import Slot
 from ampfuse.optim import _loading, options, stepping
 from ampfuse.optim._callers import DCP, ZERO, is_called_from
@@ -23,7 +23,7 @@ from ampfuse.optim._columns import ColumnCache, refuse_sparse
 from ampfuse.optim._remainders import exported
 from ampfuse.optim._rule import Rule
 from ampfuse.optim._snapshot import Snapshot
-from ampfuse.optim._state import Spares, renew_master
+from ampfuse.optim._state import Spares, adopt_param
 from ampfuse.optim._step import take_step
 from ampfuse.optim._traced import Traced
 from ampfuse.optim._written import WrittenParams
@@ -273,11 +273,16 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def sync_masters_from_model(self) -> None:
-        """Set all masters to the parameters. The additional bits of the masters are lost."""
+        """Make all masters adopt what other code has written to the parameters.
+
+        Elements that were not written keep the additional bits of their masters. A remainder stays
+        as it is: the parameter is the other half of its master.
+        """
         for group in self.param_groups:
             for param in group["params"]:
-                if "master_param" in self.state.get(param, {}):
-                    renew_master(self.state[param], param)
+                master = self.state.get(param, {}).get("master_param")
+                if master is not None and master.dtype == torch.float32:
+                    adopt_param(local(param.detach()), local(master))
         self._written.forget()
 
     def options_of(self, group: dict[str, Any]) -> dict[str, Any]:

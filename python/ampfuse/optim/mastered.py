@@ -239,10 +239,11 @@ class Mastered(Optimizer):
 
     @torch.no_grad()
     def sync_masters_from_model(self) -> None:
-        """Set all masters to the parameters. The additional bits of the masters are lost."""
-        for param, own in self._with_masters():
-            place_master(own, param)
-            own.copy_(param)
+        """Make all masters adopt what other code has written to the parameters.
+
+        Elements that were not written keep the additional bits of their masters.
+        """
+        self._adopt_writes()
         self._model_leads = False
 
     @torch.no_grad()

@@ -35,10 +35,26 @@ def test_synced_masters_take_over_the_loaded_model_in_place(device, dtype, maste
     addresses = [state["master_param"].data_ptr() for state in optimizer.state.values()]
     overwrite(params, loaded)
     optimizer.sync_masters_from_model()
-    assert_same_bits(optimizer.master_params(), [param.float() for param in loaded])
+    assert_same_bits([master.to(dtype) for master in optimizer.master_params()], loaded)
     assert_same_bits(params, loaded)
     assert addresses == [state["master_param"].data_ptr() for state in optimizer.state.values()]
     train(optimizer, params, range(2, 4))
+
+
+@WITH_MASTERS
+def test_syncing_keeps_the_additional_bits_of_elements_that_were_not_written(
+    device, dtype, master_weights
+):
+    params = parameters(device, dtype)
+    optimizer = trained(ampfuse.AdamW, params, range(2), master_weights=master_weights)
+    expected = clones(optimizer.master_params())
+    with torch.no_grad():
+        params[0][::2] = 3.0
+    optimizer.sync_masters_from_model()
+    masters = list(optimizer.master_params())
+    assert (masters[0][::2].to(dtype) == 3.0).all()
+    masters[0], expected[0] = masters[0][1::2], expected[0][1::2]
+    assert_same_bits(masters, expected)
 
 
 def test_overwriting_parameters_without_masters_does_not_warn(device):
@@ -89,7 +105,8 @@ def test_deleted_masters_are_created_from_the_parameters(device, master_weights)
     params = parameters(device, torch.bfloat16)
     optimizer = trained(ampfuse.AdamW, params, range(2), master_weights=master_weights)
     synced, others = copy.deepcopy((optimizer, params))
-    synced.sync_masters_from_model()
+    for param, state in synced.state.items():
+        state["master_param"].copy_(param if master_weights is True else torch.zeros(()))
     for state in optimizer.state.values():
         del state["master_param"]
     assert_same_bits(optimizer.master_params(), params)

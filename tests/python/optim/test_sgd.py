@@ -177,9 +177,12 @@ def test_steps_without_momentum_do_not_start_a_momentum_whose_first_step_was_ski
         torch.testing.assert_close(buffer, param.grad.float(), rtol=0, atol=0)
 
 
-def test_momentum_that_is_turned_on_later_starts_with_the_next_gradient(device):
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_momentum_that_is_turned_on_or_deleted_starts_with_the_next_gradient(device, momentum):
     params = parameters(device, torch.bfloat16)
-    optimizer = trained(ampfuse.SGD, params, range(3), dampening=0.5)
+    optimizer = trained(ampfuse.SGD, params, range(3), momentum=momentum, dampening=0.5)
+    for param in params if momentum else ():
+        del optimizer.state[param]["momentum_buffer"]
     optimizer.param_groups[0]["momentum"] = 0.9
     train(optimizer, params, [3])
     for param in params:
