@@ -198,10 +198,12 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
     of_optimizer.unscaled.warn_if_computed_again();
   }
   const std::vector<at::Tensor>& flags = of_optimizer.inspection.found_infs;
-  TORCH_CHECK(!flags.empty() || fused || state_->options.allow_no_grads(),
-              "No inf checks were recorded for this optimizer: none of its parameters has a "
-              "gradient. Did you call scaler.scale(loss).backward()? If it is intended, set "
-              "allow_no_grads");
+  TORCH_CHECK(
+      !flags.empty() || fused || state_->options.allow_no_grads(),
+      "No inf checks were recorded for this optimizer: none of its parameters has a "
+      "gradient. Did you call scaler.scale(loss).backward()? If you did, was zero_grad() "
+      "called after it, or are they the parameters of another model? If it is intended, set "
+      "allow_no_grads");
   // Without gradients nothing can overflow.
   at::Tensor found_inf =
       flags.empty() ? at::zeros_like(state_->scale) : largest(flags, state_->scale.device());
@@ -266,7 +268,8 @@ void GradScaler::update() {
       !found_infs.empty() || state_->options.allow_no_grads(),
       "No inf checks were recorded prior to update: no optimizer with gradients was stepped or "
       "unscaled by the scaler since the last update. Did you call scaler.scale(loss).backward() "
-      "and scaler.step(optimizer)? If it is intended, set allow_no_grads");
+      "and scaler.step(optimizer)? If you did, was zero_grad() called between them, or are the "
+      "optimizer's parameters those of another model? If it is intended, set allow_no_grads");
   if (!found_infs.empty()) {
     UpdateScaleOptions policy = amp::update_options(state_->options);
     const at::Tensor& counters = state_->history.counters(device);

@@ -97,6 +97,7 @@ Loaded load(const fs::path& path, const Objects& objects, std::optional<bool> rn
   add_tensors_of(stored.at("values"), needed);
   std::map<std::string, at::IValue> parts;
   bool resumes = false;
+  bool are_models = true;  // which are loaded to be used, not to be trained further
   for (const auto& [name, object] : objects) {
     if (!stored.contains(name) || name == "rng" || name == "values") {
       throw Error(folder + "it has no " + name + ", only " + names_of_parts(stored));
@@ -108,8 +109,9 @@ Loaded load(const fs::path& path, const Objects& objects, std::optional<bool> rn
     add_tensors_of(*part, needed);
     parts[name] = *part;
     resumes |= std::holds_alternative<torch::optim::Optimizer*>(object.get());
+    are_models &= std::holds_alternative<std::shared_ptr<torch::nn::Module>>(object.get());
   }
-  if (resumes) warn_of_parts_left(stored, objects, folder);
+  if (!are_models) warn_of_parts_left(stored, objects, folder);
   const auto random = random_part(reader, rng, resumes);
   if (random) add_tensors_of(*random, needed);
 

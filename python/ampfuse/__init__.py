@@ -1,6 +1,7 @@
 """Mixed-precision training with fewer bytes, fewer launches and no host waits."""
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ampfuse import _library
 
@@ -21,6 +22,12 @@ from ampfuse.losses import (  # noqa: E402
 )
 from ampfuse.optim import SGD, Adam, AdamW, Mastered  # noqa: E402
 from ampfuse.patching import patch, patched, unpatch  # noqa: E402
+
+if TYPE_CHECKING:  # a type checker would accept any name in a module that has a __getattr__
+    from ampfuse import checkpoint as checkpoint
+    from ampfuse import distributed as distributed
+    from ampfuse import integrations as integrations
+    from ampfuse import memory as memory
 
 __all__ = [
     "SGD",
@@ -95,3 +102,12 @@ def check_targets() -> None:
 def has_cuda() -> bool:
     """Return True if the library was built with CUDA kernels, even if there is no GPU."""
     return _C.has_cuda()
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Import a module on its first use, since these import more than torch."""
+        if name in ("checkpoint", "distributed", "integrations", "memory"):
+            return importlib.import_module(f"ampfuse.{name}")
+        raise AttributeError(f"module 'ampfuse' has no attribute {name!r}")

@@ -15,13 +15,18 @@ def size_text(size: float) -> str:
 
 
 def bytes_of(size: float | str) -> int:
-    """Return a number of bytes, which may be given as a text like `"24GiB"` or `"500 MB"`."""
+    """Return a number of bytes, which may be given as a text like `"24GiB"` or `"500 MB"`.
+
+    A GB is 1000**3 bytes. A GiB is 1024**3 bytes, and so is a G.
+    """
     if not isinstance(size, str):
         return int(size)
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMGT])(?:iB|B)?", size, re.IGNORECASE)
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMGT])(iB|B)?", size, re.IGNORECASE)
     if match is None:
         raise ValueError(f"expected a size like 24GiB, got {size}")
-    return int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
+    number, prefix, unit = match.groups()
+    base = 1000 if unit in ("B", "b") else 1024
+    return int(float(number) * base ** ("KMGT".index(prefix.upper()) + 1))
 
 
 def drop_numbers(name: str) -> str:

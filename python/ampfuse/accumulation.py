@@ -72,6 +72,11 @@ def accumulate(
         >>> loss = ampfuse.accumulate(step, parts)
         >>> torch.testing.assert_close(loss, ampfuse.cross_entropy(model(inputs), targets).detach())
     """
+    if not callable(step):
+        raise TypeError(
+            f"accumulate: step: expected a function, got {kind_in_words(step)}: call "
+            "accumulate(step, micro_batches)"
+        )
     code = getattr(step, "__code__", None)  # None if it is not a plain function or method
     if code is not None and ignores_argument(code, 2 if inspect.ismethod(step) else 1):
         warn_caller(

@@ -26,9 +26,18 @@ from ampfuse.gradients.shards import is_distributed, is_dtensor, local
 TensorOrTensors = Tensor | Iterable[Tensor]
 T = TypeVar("T")
 
+PARAMETERS = ": pass model.parameters()"  # what to do if a model or an optimizer was passed
 
-def _make_list(tensors: TensorOrTensors) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+def _make_list(name: str, tensors: TensorOrTensors, remedy: str = "") -> list[Tensor]:
+    """Return the tensors of an argument as a list; raise if the first one is something else."""
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    given = list(tensors) if isinstance(tensors, Iterable) else None
+    if given is None or (given and not isinstance(given[0], Tensor)):
+        items = f" of {type(given[0]).__name__}" if given else ""
+        raise TypeError(f"{name}: expected tensors, got {type(tensors).__name__}{items}{remedy}")
+    return given
 
 
 def _gradients(parameters: list[Tensor]) -> list[Tensor]:
@@ -138,7 +147,7 @@ def get_total_norm(
         >>> ampfuse.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    tensors = _make_list(tensors)
+    tensors = _make_list("tensors", tensors)
     return _total_norm(tensors, tensors, float(norm_type), error_if_nonfinite, foreach)
 
 
@@ -201,7 +210,7 @@ def clip_grads_with_norm_(
         TypeError: A gradient or `total_norm` has a dtype that is not supported.
         ValueError: Gradients overlap in memory without being the same.
     """
-    parameters = _make_list(parameters)
+    parameters = _make_list("parameters", parameters, PARAMETERS)
     grads = _gradients(parameters)
     try:
         _clip(parameters, grads, float(max_norm), total_norm, foreach)
@@ -253,7 +262,7 @@ def clip_grad_norm_(
                 "`parameters` is an empty generator, no gradient clipping will occur.",
                 stacklevel=3,  # skips torch.no_grad's wrapper
             )
-    parameters = _make_list(parameters)
+    parameters = _make_list("parameters", parameters, PARAMETERS)
     grads = _gradients(parameters)
     try:
         owners = [one for one in parameters if one.requires_grad or one.grad is not None]

@@ -83,7 +83,7 @@ TEST_CASE("a checkpoint keeps the model whose holder is assigned to", "[checkpoi
   CHECK(at::equal(loaded->weight, weight));
 }
 
-TEST_CASE("a load with an optimizer warns of what is left in the checkpoint", "[checkpoint]") {
+TEST_CASE("a load of more than models warns of what is left in the checkpoint", "[checkpoint]") {
   const Folder folder;
   torch::nn::Linear model(2, 2);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
@@ -97,6 +97,9 @@ TEST_CASE("a load with an optimizer warns of what is left in the checkpoint", "[
   checkpoint::load(folder.path, {{"model", model}, {"optimizer", optimizer}});
   REQUIRE(warnings.messages.size() == 1);
   CHECK_THAT(warnings.messages[0], ContainsSubstring("it has scaler, too, which is not loaded"));
+  checkpoint::load(folder.path, {{"model", model}, {"scaler", scaler}});
+  REQUIRE(warnings.messages.size() == 2);
+  CHECK_THAT(warnings.messages[1], ContainsSubstring("it has optimizer, too, which is not loaded"));
 }
 
 TEST_CASE("objects that cannot be held are refused", "[checkpoint]") {

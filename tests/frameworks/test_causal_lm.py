@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import re
 from unittest import mock
 
 import ampfuse
@@ -12,6 +13,7 @@ from ampfuse.integrations import _deferred_logits
 from ampfuse.integrations.causal_lm import apply_to_model
 from causal_models import OPTIONS, assert_same_step, batch, model_of, pair_of, step
 from harness.memory import extra_peak
+from packaging_tools import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -64,6 +66,19 @@ def test_other_calls_return_logits_and_the_same_bits(name):
         assert torch.equal(ours.logits, theirs.logits)
         assert (ours.loss is None) == (theirs.loss is None) == is_trained
         assert ours.loss is None or torch.equal(ours.loss, theirs.loss)
+
+
+def test_accumulate_with_the_models_own_loss_has_the_gradients_of_the_whole_batch():
+    """The block of docs/accumulation.md is right for any number of labels in a micro-batch."""
+    page = (ROOT / "docs/accumulation.md").read_text()
+    (block,) = re.findall(r"```\n(step = .*?)```", page, re.DOTALL)
+    names = {"ampfuse": ampfuse, "model": model_of(), "scaler": None}
+    whole = model_of()
+    names["micro_batches"] = [{k: v[i : i + 1] for k, v in batch().items()} for i in range(2)]
+    exec(block, names)
+    torch.testing.assert_close(names["loss"], step(whole).loss.detach())
+    for ours, theirs in zip(names["model"].parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 LABELS = batch()["labels"]

@@ -70,8 +70,9 @@ class DeviceScaler(ReportingScaler):
         if not (has_gradients or takes_scale or self.allow_no_grads):
             raise AssertionError(
                 "No inf checks were recorded for this optimizer: none of its parameters has a "
-                "gradient. Did you call scaler.scale(loss).backward()? If it is intended, pass "
-                "GradScaler(allow_no_grads=True)"
+                "gradient. Did you call scaler.scale(loss).backward()? If you did, was zero_grad() "
+                "called after it, or are they the parameters of another model? If it is intended, "
+                "pass GradScaler(allow_no_grads=True)"
             )
         signals = self._note_step(optimizer, state)
         if not (takes_flag or has_gradients):
@@ -123,8 +124,9 @@ class DeviceScaler(ReportingScaler):
             raise AssertionError(
                 "No inf checks were recorded prior to update: no optimizer with gradients was "
                 "stepped or unscaled by the scaler since the last update. Did you call "
-                "scaler.scale(loss).backward() and scaler.step(optimizer)? If it is intended, pass "
-                "GradScaler(allow_no_grads=True)"
+                "scaler.scale(loss).backward() and scaler.step(optimizer)? If you did, was "
+                "zero_grad() called between them, or are the optimizer's parameters those of "
+                "another model? If it is intended, pass GradScaler(allow_no_grads=True)"
             )
         if found_infs:
             counters, history = self._history.tensors(scale.device)
@@ -396,7 +398,12 @@ def scaled(outputs: Any, scale_on: Callable[[torch.device], Tensor]) -> Any:
     """
     if isinstance(outputs, Tensor):
         return outputs * scale_on(outputs.device)
-    if not isinstance(outputs, Iterable):
-        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+    # A Sequential and other modules are iterable, too.
+    if isinstance(outputs, torch.nn.Module) or not isinstance(outputs, Iterable):
+        remedy = ": pass the loss itself, not loss.item()" if isinstance(outputs, float) else ""
+        raise ValueError(
+            "outputs must be a Tensor or an iterable of Tensors, got "
+            f"{type(outputs).__name__}{remedy}"
+        )
     each = (scaled(output, scale_on) for output in outputs)
     return type(outputs)(each) if isinstance(outputs, (list, tuple)) else each

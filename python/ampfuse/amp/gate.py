@@ -22,6 +22,11 @@ class Gate:
     """
 
     def __init__(self, scheduler: Any, scaler: Any) -> None:
+        if not hasattr(scheduler, "get_last_lr"):
+            raise TypeError(
+                "gate: scheduler: expected a scheduler of torch.optim.lr_scheduler, got "
+                f"{type(scheduler).__name__}"
+            )
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError("gate: ReduceLROnPlateau is stepped by epochs, so it needs no gate")
         self.scheduler, self._scaler = scheduler, scaler

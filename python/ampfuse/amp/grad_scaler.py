@@ -112,9 +112,7 @@ class GradScaler(DeviceScaler):
         allow_fp16_grads: bool = False,
         allow_no_grads: bool = False,
     ) -> None:
-        if not isinstance(device, str | torch.device):
-            raise TypeError(f"device: expected a str like 'cuda', got {device!r}")
-        device = device.type if isinstance(device, torch.device) else device
+        device = checked_device(device)
         if enabled and device == "cuda" and warn_if_no_gpu(NO_GPU):  # torch would name this file
             enabled = False
         TorchGradScaler.__init__(  # not super(), since derived classes may have other bases
@@ -157,7 +155,7 @@ class GradScaler(DeviceScaler):
             generators. If the scaler is disabled, `outputs` itself.
 
         Raises:
-            ValueError: `outputs` is neither a tensor nor an iterable.
+            ValueError: `outputs` is neither a tensor nor an iterable, or it is a module.
         """
         if not self._enabled:
             return outputs
@@ -178,12 +176,14 @@ class GradScaler(DeviceScaler):
             optimizer: The optimizer whose parameters' gradients are divided.
 
         Raises:
+            TypeError: `optimizer` has no parameter groups.
             RuntimeError: `unscale_` or `step` was already called since the last `update()`.
             ValueError: A gradient is float16, and `allow_fp16_grads` is False.
             AssertionError: No loss has been scaled yet.
         """
         if not self._enabled:
             return
+        check_is_optimizer(optimizer)
         self._unscale(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +206,7 @@ class GradScaler(DeviceScaler):
             The result of `optimizer.step`; None if the step was skipped by the host.
 
         Raises:
+            TypeError: `optimizer` has no parameter groups.
             RuntimeError: `step` was already called since the last `update()`, or has the keyword
                 `closure`.
             AssertionError: No loss has been scaled; or no parameter has a gradient, and the
@@ -213,6 +214,7 @@ class GradScaler(DeviceScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
+        check_is_optimizer(optimizer)
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         if takes_scaler(optimizer):
@@ -355,7 +357,7 @@ class GradScaler(DeviceScaler):
             the scheduler's other attributes.
 
         Raises:
-            TypeError: The scheduler is a ReduceLROnPlateau.
+            TypeError: The scheduler is a ReduceLROnPlateau, or no scheduler.
 
         Examples:
             >>> import torch, ampfuse
@@ -372,6 +374,21 @@ class GradScaler(DeviceScaler):
             [0.25]
         """
         return Gate(scheduler, self)
+
+
+def checked_device(device: Any) -> str:
+    """Return the name of a device; raise if torch does not know it."""
+    if isinstance(device, torch.device):
+        return device.type
+    if not isinstance(device, str):
+        raise TypeError(f"device: expected a str like 'cuda', got {device!r}")
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device: expected a device of torch, 'cuda' or 'cpu', got {device!r}"
+        ) from None
+    return device
 
 
 @eager_only

@@ -114,7 +114,8 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
             loaded. If another number of processes has saved them, True raises, and the default
             warns and leaves them out.
         **objects: What is loaded into, by the names of `save`. Each must be in the checkpoint. A
-            warning says what is in the checkpoint and was not asked for, if an optimizer is loaded.
+            warning says what is in the checkpoint and was not asked for, if any of them is not a
+            model.
             After a load without the optimizer, save into another folder: checkpoints with a new
             optimizer could replace those with the old one's state.
 
@@ -130,7 +131,8 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
     resumes = any(hasattr(value, "param_groups") for value in objects.values())
     folder = get_from_rank_0(lambda: found(Path(path).absolute()))
     reader, parts, likes = run_on_all_ranks(lambda: _checked(folder, objects, resumes, rng))
-    if resumes and (left := reader.names() - objects.keys()):
+    are_models = all(map(is_model, objects.values()))  # to be used, not to be trained further
+    if not are_models and (left := reader.names() - objects.keys()):
         warnings.warn(
             f"load: {folder} has {', '.join(sorted(left))}, too, which is not loaded", stacklevel=2
         )

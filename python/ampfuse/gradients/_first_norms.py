@@ -12,6 +12,9 @@ STEPS_WATCHED = 3
 # purpose multiplies the limit by the scale.
 FAR_BELOW_THE_SCALE = 1e-3
 
+# torch rounds the norm of bfloat16 gradients, and the factor that clips them, to bfloat16.
+TOLERANCE, TOLERANCE_OF_BFLOAT16 = 1e-3, 8e-3
+
 
 class StepNorm(NamedTuple):
     """The norm of an optimizer's gradients in one of its first steps, on its way to the host."""
@@ -20,6 +23,7 @@ class StepNorm(NamedTuple):
     scale: HostCopy
     is_scaled: bool  # True if it is the norm of scaled gradients
     limit: float | None  # the optimizer's own
+    is_bfloat16: bool  # True for gradients of this dtype
 
     def scaled_norm(self) -> float | None:
         """Return the norm of the scaled gradients, or None if it has not arrived."""
@@ -56,19 +60,20 @@ class FirstNorms:
             return None
         self.are_judged = True
         (norm, scale), *_ = arrived
-        limit = self.steps[0].limit
+        limit, is_coarse = self.steps[0].limit, self.steps[0].is_bfloat16
         # Without a limit of the optimizer, gradients that have the same round norm in each step
         # were clipped to it.
-        clipped_to = float(f"{norm:.2g}") if limit is None else limit
-        if not all(was_clipped(norm, clipped_to, scale) for norm, scale in arrived):
+        digits, tolerance = (1, TOLERANCE_OF_BFLOAT16) if is_coarse else (2, TOLERANCE)
+        clipped_to = float(f"{norm:.{digits}g}") if limit is None else limit
+        if not all(was_clipped(norm, clipped_to, scale, tolerance) for norm, scale in arrived):
             return None
         return (
-            texts.CLIPPED_WHILE_SCALED if limit is None else texts.CLIPPED_TWICE,
+            texts.HAVE_SAME_NORM if limit is None else texts.CLIPPED_TWICE,
             clipped_to,
             scale,
         )
 
 
-def was_clipped(norm: float, limit: float, scale: float) -> bool:
+def was_clipped(norm: float, limit: float, scale: float, tolerance: float) -> bool:
     """Return True if gradients of this norm were clipped to this limit while they were scaled."""
-    return 0 < limit < FAR_BELOW_THE_SCALE * scale and abs(norm / limit - 1) < 1e-3
+    return 0 < limit < FAR_BELOW_THE_SCALE * scale and abs(norm / limit - 1) < tolerance

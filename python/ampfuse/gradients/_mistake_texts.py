@@ -5,6 +5,12 @@ CLIPPED_WHILE_SCALED = (
     "scale, {scale:g}, so they are almost zero after unscaling: call "
     "scaler.clip_grad_norm_(optimizer, max_norm), or scaler.unscale_(optimizer) before clipping"
 )
+HAVE_SAME_NORM = (
+    "the norm of the gradients was {max_norm:g} in each of the first steps while they were still "
+    "multiplied by the loss scale, {scale:g}. If they were clipped, they are almost zero after "
+    "unscaling: call scaler.clip_grad_norm_(optimizer, max_norm), or scaler.unscale_(optimizer) "
+    "before clipping"
+)
 CLIPPED_TWICE = (
     "gradients had been clipped to {max_norm:g} before the step while they were still multiplied "
     "by the loss scale, so they are almost zero after unscaling: the optimizer's "

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
@@ -308,15 +309,20 @@ class Watch:
         """Look at the gradients with which `scaler` is about to step an optimizer."""
         param = self._note_params(optimizer)
         if inspection is not None and not self.has_reported and not is_capturing():
-            self._note_norm(optimizer, inspection, scaler)
+            self._note_norm(optimizer, param, inspection, scaler)
         if not self.is_done and not is_capturing():
             self._report()
         self.look_for_new_gradients(state)
         if param is not None and inspection is not None and inspection.is_scaled:
             self._backward.note_inspection(param)
 
-    def _note_norm(self, optimizer: Any, inspection: Any, scaler: Any) -> None:
-        """Record the norm of an optimizer's gradients, and the limit of its own."""
+    def _note_norm(
+        self, optimizer: Any, param: Tensor | None, inspection: Any, scaler: Any
+    ) -> None:
+        """Record the norm of an optimizer's gradients, and the limit of its own.
+
+        `param`: one of its parameters with gradients.
+        """
         limit = getattr(optimizer, "max_grad_norm", None) if inspection.is_scaled else None
         if limit is None and (self.is_scale_known or not scaler._has_scaled):
             return
@@ -328,7 +334,8 @@ class Watch:
             (norm,) = found
             if has_number(norm) and has_number(scale):
                 copies = copied_to_host(norm), copied_to_host(scale)
-                norms.steps.append(StepNorm(*copies, inspection.is_scaled, limit))
+                is_bfloat16 = param is not None and param.dtype == torch.bfloat16
+                norms.steps.append(StepNorm(*copies, inspection.is_scaled, limit, is_bfloat16))
                 self.is_done = False
 
     def _report(self) -> None:

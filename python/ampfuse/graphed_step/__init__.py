@@ -115,6 +115,11 @@ class GraphedStep:
         self.autocast, self.max_grad_norm = autocast, max_grad_norm
         _expect("model", model, nn.Module, "torch.nn.Module")
         _expect("optimizer", optimizer, FusedOptimizer, "ampfuse.Adam, AdamW or SGD")
+        if scaler is None:
+            raise TypeError(
+                "scaler: expected ampfuse.GradScaler, got None: pass GradScaler(enabled=False) if "
+                "losses are not scaled"
+            )
         _expect("scaler", scaler, GradScaler, "ampfuse.GradScaler")
         if autocast is not None:
             _expect("autocast", autocast, torch.dtype, "a torch.dtype or None")

@@ -205,6 +205,9 @@ def _check_number(name: str, value: Any) -> None:
 
 def checked_scaler(scaler: Any) -> Any:
     """Return the scaler; raise if it is something else."""
+    if isinstance(scaler, type):
+        name = scaler.__name__
+        raise TypeError(f"scaler: expected a GradScaler, got the class {name}; write {name}()")
     if scaler is not None and not hasattr(scaler, "is_enabled"):
         raise TypeError(f"scaler: expected a GradScaler or None, got {type(scaler).__name__}")
     return scaler

@@ -1,5 +1,6 @@
 """The options of parameter groups, and their checks."""
 
+from difflib import get_close_matches
 from numbers import Real
 from typing import Any
 
@@ -61,8 +62,28 @@ def refuse_other_dtype(rule: Rule, group: dict[str, Any]) -> None:
             raise TypeError(f"{rule.name}: {name}: expected {rule.moment_dtype}, its name here")
 
 
+def refuse_misspelled(rule: Rule, group: dict[str, Any]) -> None:
+    """Raise for a key of a group that is almost certainly a misspelled option.
+
+    Programs and schedulers keep keys of their own in groups, such as `initial_lr`,
+    `max_weight_decay` or `name`.
+    """
+    if has_torchs(group):  # patched programs stay as they are
+        return
+    known = {"lr", *rule.needed_options, *rule.numbers, *rule.flags, *rule.ours}
+    for key in group.keys() - known:
+        # A key that has an option's name in it is one of a program that schedules this option.
+        others = [name for name in known if f"_{name}_" not in f"_{key}_"]
+        meant = get_close_matches(str(key), others, n=1, cutoff=0.85)
+        if key == "max_norm":  # torch's name in clipping functions
+            meant = ["max_grad_norm"]
+        if meant:
+            raise TypeError(f"{key}: unexpected option of a group; did you mean {meant[0]!r}?")
+
+
 def check_initial(rule: Rule, options: dict[str, Any]) -> None:
     """Raise for invalid initial options, with torch's message if torch raises too."""
+    refuse_misspelled(rule, options)
     check_options(rule, options)
     lr = options["lr"]
     # A learning rate on a GPU is not checked: the host would wait for it.

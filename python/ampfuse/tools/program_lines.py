@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 # Lines of these packages say nothing about a program. Those of other packages do, for example of a
-# trainer or of a model.
-BASIC = ("torch", "ampfuse", "numpy", "PIL", "psutil")
+# trainer or of a model. torch wraps deprecated functions by typing_extensions.
+BASIC = ("torch", "ampfuse", "numpy", "PIL", "psutil", "typing_extensions")
 IN_PACKAGE = re.compile(r".*[\\/](?:site|dist)-packages[\\/](.+)")
 FOLDERS = tuple(
     str(folder) + os.sep

@@ -45,10 +45,29 @@ def test_clipping_of_scaled_gradients_by_torch_is_noticed_by_the_third_step(devi
                 training.scaler.unscale_(training.optimizer)
             training.step()
 
-    with pytest.warns(UserWarning, match="clipped to max_norm=1 while they were still") as caught:
+    with pytest.warns(UserWarning, match="norm of the gradients was 1 in each") as caught:
         run()
     assert len(caught) == 1
     assert training.scaler.mistakes() == [str(caught[0].message)]
+
+
+@EVERY_SGD
+@pytest.mark.parametrize("limit", [0.5, 1.0])
+def test_clipping_of_scaled_bfloat16_gradients_by_torch_is_noticed(device, make, limit):
+    training = Training(device, make)
+    training.model.bfloat16()
+    inputs = torch.randn(32, 8, device=device, dtype=torch.bfloat16)
+
+    def run():
+        for _ in range(6):
+            training.optimizer.zero_grad()
+            training.scaler.scale(training.model(inputs).float().square().mean()).backward()
+            torch.nn.utils.clip_grad_norm_(training.model.parameters(), limit)
+            training.step()
+
+    with pytest.warns(UserWarning, match=f"norm of the gradients was {limit:g} in each") as caught:
+        run()
+    assert len(caught) == 1
 
 
 @EVERY_SGD

@@ -101,6 +101,20 @@ def test_steps_without_backward_are_not_reported(habits):
     assert not habits.keeps_gradients
 
 
+@pytest.mark.parametrize(("resets_in_step", "steps"), [(False, 12), (False, 4), (True, 12)])
+def test_optimizer_without_any_gradient_gets_a_hint(habits, resets_in_step, steps):
+    model, copied = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if resets_in_step:
+        optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad())
+    for _ in range(steps):
+        (model if resets_in_step else copied)(INPUTS).sum().backward()
+        optimizer.step()
+    found = [hint for hint in explain_habits(habits, steps) if "without any gradient" in hint]
+    assert len(found) == (steps == 12 and not resets_in_step)
+    assert not found or found[0].startswith("SGD took its first 12 steps without any gradient: do")
+
+
 def test_sparse_gradients_are_left_alone(habits):
     train(keep, model=nn.Embedding(4, 2, sparse=True), inputs=torch.tensor([1]))
     assert not habits.keeps_gradients

@@ -16,7 +16,8 @@ SIZE = Size(width=128, depth=5, heads=4, classes=1000, length=64, batch=16)
 
 
 def test_sizes_are_numbers_or_texts():
-    sizes = {"24GiB": 24 * 2**30, "1.5 G": 3 * 2**29, "500mb": 500 * 2**20, ".5KiB": 512}
+    sizes = {"24GiB": 24 * 2**30, "1.5 G": 3 * 2**29, "500mb": 500 * 1000**2, ".5KiB": 512}
+    sizes |= {"1kB": 1000, "80GB": 80 * 1000**3, "2TiB": 2 * 2**40, "1TB": 1000**4}
     for text, size in sizes.items():
         assert bytes_of(text) == bytes_of(size) == bytes_of(float(size)) == size
     for text in ("24", "GiB", "1..5G", "-1GiB", "5 PB", ""):

@@ -11,6 +11,7 @@ import tables
 import torch
 from packaging_tools import ROOT
 from pages import PAGES, code_block
+from programs import Programs
 
 DOCS = ROOT / "docs"
 OUTSIDE_OF_DOCS = [
@@ -121,6 +122,17 @@ def test_every_public_name_is_in_the_reference():
     page = read("docs/reference/python.md")
     names = set(ampfuse.__all__) - {"ops"}  # which has a page of its own
     assert [name for name in sorted(names) if not re.search(rf"\.{name}$", page, re.M)] == []
+
+
+def test_modules_of_the_reference_are_imported_on_their_first_use(tmp_path):
+    names = re.findall(r"^## ampfuse\.(\w+)$", read("docs/reference/modules.md"), re.MULTILINE)
+    program = (
+        "import sys, ampfuse\n"
+        f"print([name for name in {names} if f'ampfuse.{{name}}' in sys.modules])\n"
+        f"print([getattr(ampfuse, name).__name__ for name in {names}])\n"
+    )
+    printed = Programs(tmp_path).write("program.py", program).run("program.py", fresh=True).stdout
+    assert printed == f"[]\n{[f'ampfuse.{name}' for name in names]}\n"
 
 
 def test_names_on_the_page_about_cpp_exist_in_their_language():

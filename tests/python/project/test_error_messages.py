@@ -13,6 +13,7 @@ HIDDEN, WEIGHT = torch.zeros(8, 4), torch.zeros(10, 4)
 BATCH = (torch.ones(3, 4), torch.ones(3, 2))
 HALF = nn.Parameter(torch.ones(3).half())
 SCALER = ampfuse.GradScaler("cpu")
+SEQUENTIAL = nn.Sequential(nn.Linear(4, 2))
 
 
 class Loop:
@@ -35,10 +36,10 @@ class Loop:
 class Graphed(Loop):
     """A `GraphedStep` of a small model."""
 
-    def __init__(self, optimizer=None):
+    def __init__(self, optimizer=None, scaler=SCALER):
         super().__init__()
         loss, optimizer = nn.functional.mse_loss, optimizer or self.optimizer
-        self.call = ampfuse.GraphedStep(self.model, loss, optimizer, self.scaler, BATCH)
+        self.call = ampfuse.GraphedStep(self.model, loss, optimizer, scaler, BATCH)
 
 
 def load_state_of(other, **options):
@@ -95,6 +96,10 @@ Loop(foreach=True)
     fused
 Loop(max_norm=1)
     TypeError: AdamW: unexpected keyword argument 'max_norm'; did you mean 'max_grad_norm'?
+ampfuse.AdamW([{"params": HALF, "max_norm": 1.0}])
+    TypeError: max_norm: unexpected option of a group; did you mean 'max_grad_norm'?
+ampfuse.SGD([{"params": HALF, "max_grad_nrom": 1.0}], lr=1.0)
+    TypeError: max_grad_nrom: unexpected option of a group; did you mean 'max_grad_norm'?
 Loop(decoupled_weight_decay=False)
     TypeError: AdamW: unexpected keyword argument 'decoupled_weight_decay'; it is always True in
     AdamW
@@ -119,23 +124,57 @@ step_without_scaling_the_loss()
 step_without_backward()
     AssertionError: No inf checks were recorded prior to update: no optimizer with gradients was
     stepped or unscaled by the scaler since the last update. Did you call
-    scaler.scale(loss).backward() and scaler.step(optimizer)? If it is intended, pass
+    scaler.scale(loss).backward() and scaler.step(optimizer)? If you did, was zero_grad() called
+    between them, or are the optimizer's parameters those of another model? If it is intended, pass
     GradScaler(allow_no_grads=True)
 step_without_backward(torch.optim.SGD([HALF], lr=0.1))
     AssertionError: No inf checks were recorded for this optimizer: none of its parameters has a
-    gradient. Did you call scaler.scale(loss).backward()?
+    gradient. Did you call scaler.scale(loss).backward()? If you did, was zero_grad() called after
+    it, or are they the parameters of another model?
 twice("unscale_")
     RuntimeError: unscale_() has already been called on this optimizer since the last update(). Is
     scaler.update() missing?
 twice("step")
     RuntimeError: step() has already been called since the last update(). Is scaler.update()
     missing?
+Loop().scaler.gate(Loop().optimizer)
+    TypeError: gate: scheduler: expected a scheduler of torch.optim.lr_scheduler, got AdamW
 ampfuse.GradScaler("cpu", growth_factor=0.5)
     AssertionError: The growth factor must be > 1.0
 ampfuse.GradScaler(65536.0)
     TypeError: device: expected a str like 'cuda', got 65536.0
+ampfuse.GradScaler("gpu")
+    ValueError: device: expected a device of torch, 'cuda' or 'cpu', got 'gpu'
 ampfuse.GradScaler(None)
     TypeError: device: expected a str like 'cuda', got None
+Loop().scaler.step("adam")
+    TypeError: optimizer: expected an optimizer, got str
+Loop().scaler.unscale_(Loop().model.parameters())
+    TypeError: optimizer: expected an optimizer, got generator
+SCALER.scale(SEQUENTIAL)
+    ValueError: outputs must be a Tensor or an iterable of Tensors, got Sequential
+SCALER.scale(LOGITS.sum().item())
+    ValueError: outputs must be a Tensor or an iterable of Tensors, got float: pass the loss itself,
+    not loss.item()
+ampfuse.CrossEntropyLoss(scaler=ampfuse.GradScaler)
+    TypeError: scaler: expected a GradScaler, got the class GradScaler; write GradScaler()
+ampfuse.LinearCrossEntropyLoss(4, 10, scaler=ampfuse.GradScaler)
+    TypeError: scaler: expected a GradScaler, got the class GradScaler; write GradScaler()
+ampfuse.clip_grad_norm_(nn.Linear(4, 2), 1.0)
+    TypeError: parameters: expected tensors, got Linear: pass model.parameters()
+ampfuse.clip_grad_norm_(SEQUENTIAL, 1.0)
+    TypeError: parameters: expected tensors, got Sequential of Linear: pass model.parameters()
+ampfuse.clip_grad_norm_(Loop().optimizer, 1.0)
+    TypeError: parameters: expected tensors, got AdamW: pass model.parameters()
+ampfuse.clip_grad_norm_(1.0, SEQUENTIAL.parameters())
+    TypeError: parameters: expected tensors, got float: pass model.parameters()
+ampfuse.clip_grads_with_norm_(SEQUENTIAL.named_parameters(), 1.0, LOGITS.sum())
+    TypeError: parameters: expected tensors, got generator of tuple: pass model.parameters()
+ampfuse.get_total_norm(nn.Linear(4, 2))
+    TypeError: tensors: expected tensors, got Linear
+ampfuse.accumulate([BATCH], lambda part, denominator: None)
+    TypeError: accumulate: step: expected a function, got list of tuple of a tensor of torch.float32
+    of shape [3, 4], a tensor of torch.float32 of shape [3, 2]: call accumulate(step, micro_batches)
 cross_entropy(LOGITS, TARGET.float())
     ValueError: cross_entropy: target: expected indices (int64, int32 or uint8), or probabilities of
     the shape of input, [8, 10], got float32 of shape [8]
@@ -177,6 +216,9 @@ clip(torch.ones(2, requires_grad=True))
 clip(torch.ones(1).expand(4))
     ValueError: multi_tensor_clip: tensors[0]: more than one element refers to the same memory
     location, so the tensor cannot be written; clone() it first
+Graphed(scaler=None)
+    TypeError: scaler: expected ampfuse.GradScaler, got None: pass GradScaler(enabled=False) if
+    losses are not scaled
 Graphed().call(BATCH)
     TypeError: batch: expected 2 tensors, as in sample, got 1; call step(*batch)
 Graphed(Loop().optimizer).call(*BATCH)

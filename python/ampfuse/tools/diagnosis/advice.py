@@ -162,6 +162,11 @@ def explain_habits(habits: Habits, steps: int) -> Iterator[str]:
             "No gradient is set to zero between steps, so each step uses the sum of all gradients "
             "so far: call optimizer.zero_grad() once per step."
         )
+    if habits.without_gradients:
+        yield (
+            f"{habits.without_gradients} took its first {min(steps, WATCHED)} steps without any "
+            "gradient: do its parameters belong to another model?"
+        )
     if habits.rounded is not None:
         yield (
             f"Weights are {habits.rounded}, and their optimizer keeps no float32 masters, so "

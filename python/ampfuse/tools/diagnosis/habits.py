@@ -33,6 +33,8 @@ class Habits(Listener):
         """Steps after the first ones in which torch.compile compiled something."""
         self.keeps_gradients = False
         """True if gradients are never set to zero."""
+        self.without_gradients = ""
+        """The class of the optimizer if none of its parameters has had a gradient."""
         self.rounded: torch.dtype | None = None
         """The 16-bit dtype of weights whose optimizer keeps no float32 masters."""
         self._checks_anomalies = False
@@ -41,6 +43,8 @@ class Habits(Listener):
         self._param: weakref.ref[Tensor] | None = None
         self._grad: tuple[int, int] | None = None  # id and version
         self._is_kept: bool | None = None  # None before a backward
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._has_gradients = False
 
     def noted(self, phase: str, begins: bool) -> None:
         """Look at the gradient before and after backward."""
@@ -49,6 +53,7 @@ class Habits(Listener):
             self._begin_backward()
         elif phase == BACKWARD:
             self._end_backward()
+            self._look_for_gradients()  # the step may free them
 
     def _begin_backward(self) -> None:
         """Check that something has written to the gradient since the last backward, or freed it."""
@@ -76,9 +81,19 @@ class Habits(Listener):
         self.compilations += graphs > self._graphs and step > FIRST_STEPS
         self._graphs = graphs
         self.is_live = step < WATCHED
+        if step <= WATCHED and not self._has_gradients:
+            self._optimizer = weakref.ref(optimizer)
+            self._look_for_gradients()
+            is_certain = step >= CERTAIN and not self._has_gradients
+            self.without_gradients = type(optimizer).__name__ if is_certain else ""
         if self.is_live and not self.keeps_gradients:
             self._kept = self._kept + 1 if self._is_kept else 0
             self._watch(optimizer)
+
+    def _look_for_gradients(self) -> None:
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is not None and not self._has_gradients:
+            self._has_gradients = any(param.grad is not None for param in params_of(optimizer))
 
     def _watch(self, optimizer: Optimizer) -> None:
         """Watch the first gradient until the next step."""

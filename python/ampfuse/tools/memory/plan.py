@@ -107,7 +107,7 @@ def plan(
         model: The model, on the CPU.
         optimizer: The optimizer that `step` steps.
         step: A function that runs forward, backward and `optimizer.step()`; it is called twice.
-        budget: Bytes, or a text like `"24GiB"`.
+        budget: Bytes, or a text like `"24GiB"`, or `"24GB"` for powers of 1000.
         allow: The changes that the plan may make, by their names in `Account.savings`:
             `"bfloat16 weights, masters"`, `"bfloat16 weights, remainders"`, `"bfloat16 moments"`
             and `"linear cross-entropy"`.
