@@ -307,7 +307,7 @@ class Watch:
         self, optimizer: Any, state: dict[str, Any], inspection: Any, scaler: Any
     ) -> None:
         """Look at the gradients with which `scaler` is about to step an optimizer."""
-        param = self._note_params(optimizer)
+        param = self._note_params(optimizer) if self._is_at_start else None
         if inspection is not None and not self.has_reported and not is_capturing():
             self._note_norm(optimizer, param, inspection, scaler)
         if not self.is_done and not is_capturing():
