@@ -52,6 +52,13 @@ class HostCopy:
         return self._copy
 
 
+def copied_to_host(tensor: Tensor) -> HostCopy:
+    """Start copying a tensor to the host."""
+    copy = HostCopy()
+    copy.send(tensor)
+    return copy
+
+
 def number_in(scalar: Tensor) -> float:
     """Return the number in a tensor on the CPU, of float32 or float64.
 

@@ -33,8 +33,11 @@ def _make_list(name: str, tensors: TensorOrTensors, remedy: str = "") -> list[Te
     """Return the tensors of an argument as a list; raise if the first one is something else."""
     if isinstance(tensors, Tensor):
         return [tensors]
-    given = list(tensors) if isinstance(tensors, Iterable) else None
-    if given is None or (given and not isinstance(given[0], Tensor)):
+    try:
+        given = list(tensors)
+    except TypeError:
+        given = None
+    if given is None or (given and not hasattr(given[0], "grad")):
         items = f" of {type(given[0]).__name__}" if given else ""
         raise TypeError(f"{name}: expected tensors, got {type(tensors).__name__}{items}{remedy}")
     return given

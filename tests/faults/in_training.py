@@ -122,18 +122,17 @@ FAULTS = [
         "tests/python/optim",
     ),
     Fault(
-        "sync_masters_from_model renews only the masters of the first group.",
+        "sync_masters_from_model looks only at the masters of the first group.",
         "python/ampfuse/optim/fused.py",
         """\
         for group in self.param_groups:
             for param in group["params"]:
-                if "master_param" in self.state.get(param, {}):
-                    renew_master(self.state[param], param)
+                master = self.state.get(param, {}).get("master_param")
 """,
         """\
-        for param in self.param_groups[0]["params"]:
-            if "master_param" in self.state.get(param, {}):
-                renew_master(self.state[param], param)
+        for group in self.param_groups[:1]:
+            for param in group["params"]:
+                master = self.state.get(param, {}).get("master_param")
 """,
         "tests/python/optim",
     ),

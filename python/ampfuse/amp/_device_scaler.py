@@ -61,6 +61,7 @@ class DeviceScaler(ReportingScaler):
                 "missing?"
             )
         if state["stage"] is OptState.READY:
+            state["is_unread"] = True  # the program has not seen unscaled gradients
             if takes_scale:
                 self._watch.note_scaled_gradients(optimizer, scale)
                 self._check_inf_per_device(optimizer)

@@ -22,7 +22,7 @@ class Gate:
     """
 
     def __init__(self, scheduler: Any, scaler: Any) -> None:
-        if not hasattr(scheduler, "get_last_lr"):
+        if hasattr(scheduler, "param_groups") or not hasattr(scheduler, "step"):
             raise TypeError(
                 "gate: scheduler: expected a scheduler of torch.optim.lr_scheduler, got "
                 f"{type(scheduler).__name__}"

@@ -112,7 +112,7 @@ class GradScaler(DeviceScaler):
         allow_fp16_grads: bool = False,
         allow_no_grads: bool = False,
     ) -> None:
-        device = checked_device(device)
+        device = checked_device(device, enabled)
         if enabled and device == "cuda" and warn_if_no_gpu(NO_GPU):  # torch would name this file
             enabled = False
         TorchGradScaler.__init__(  # not super(), since derived classes may have other bases
@@ -226,7 +226,9 @@ class GradScaler(DeviceScaler):
             self._note_step(optimizer, self._state_of(optimizer))
             return result
         takes_scale = takes_tensors(optimizer)
-        takes_flag = takes_scale or may_skip_on_device(optimizer, args, kwargs)
+        # A derived class may override torch's method, which steps if the host decides.
+        is_own = type(self)._maybe_opt_step is DeviceScaler._maybe_opt_step
+        takes_flag = takes_scale or (is_own and may_skip_on_device(optimizer, args, kwargs))
         return self._step(optimizer, takes_scale, takes_flag, args, kwargs)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
@@ -376,14 +378,14 @@ class GradScaler(DeviceScaler):
         return Gate(scheduler, self)
 
 
-def checked_device(device: Any) -> str:
-    """Return the name of a device; raise if torch does not know it."""
+def checked_device(device: Any, enabled: bool) -> str:
+    """Return the name of a device; raise if torch does not know that of an enabled scaler."""
     if isinstance(device, torch.device):
         return device.type
     if not isinstance(device, str):
         raise TypeError(f"device: expected a str like 'cuda', got {device!r}")
     try:
-        torch.device(device)
+        torch.device(device if enabled else "cpu")
     except RuntimeError:
         raise ValueError(
             f"device: expected a device of torch, 'cuda' or 'cpu', got {device!r}"

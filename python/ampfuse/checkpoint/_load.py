@@ -21,6 +21,7 @@ from ampfuse.checkpoint._tree import decoded, dtype_of, put_in_order, tensors_of
 from ampfuse.gradients.shards import sharded_like
 
 MOST_MISTAKES = 5  # in a message
+OF_TRAINING = ("param_groups", "get_last_lr", "get_scale")  # what only trains has one of these
 
 
 class Loaded(NamedTuple):
@@ -114,8 +115,8 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
             loaded. If another number of processes has saved them, True raises, and the default
             warns and leaves them out.
         **objects: What is loaded into, by the names of `save`. Each must be in the checkpoint. A
-            warning says what is in the checkpoint and was not asked for, if any of them is not a
-            model.
+            warning says what is in the checkpoint and was not asked for, if any of them is an
+            optimizer, a scheduler or a scaler.
             After a load without the optimizer, save into another folder: checkpoints with a new
             optimizer could replace those with the old one's state.
 
@@ -131,8 +132,8 @@ def load(path: str | os.PathLike[str], *, rng: bool | None = None, **objects: An
     resumes = any(hasattr(value, "param_groups") for value in objects.values())
     folder = get_from_rank_0(lambda: found(Path(path).absolute()))
     reader, parts, likes = run_on_all_ranks(lambda: _checked(folder, objects, resumes, rng))
-    are_models = all(map(is_model, objects.values()))  # to be used, not to be trained further
-    if not are_models and (left := reader.names() - objects.keys()):
+    trains = any(hasattr(value, name) for value in objects.values() for name in OF_TRAINING)
+    if trains and (left := reader.names() - objects.keys()):
         warnings.warn(
             f"load: {folder} has {', '.join(sorted(left))}, too, which is not loaded", stacklevel=2
         )

@@ -1,9 +1,12 @@
 """The norms of gradients in an optimizer's first steps, which show whether they were clipped."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ampfuse._host_copy import HostCopy
+import torch
+from torch import Tensor
+
+from ampfuse._host_copy import HostCopy, copied_to_host
 from ampfuse.gradients import _mistake_texts as texts
 
 STEPS_WATCHED = 3
@@ -12,8 +15,24 @@ STEPS_WATCHED = 3
 # purpose multiplies the limit by the scale.
 FAR_BELOW_THE_SCALE = 1e-3
 
-# torch rounds the norm of bfloat16 gradients, and the factor that clips them, to bfloat16.
-TOLERANCE, TOLERANCE_OF_BFLOAT16 = 1e-3, 8e-3
+
+class Tolerance(NamedTuple):
+    """How near the norm of clipped gradients is to the limit, and what limits are recognised.
+
+    torch rounds the norm, and the factor that clips, to the gradients' dtype.
+    """
+
+    relative: float
+    digits: int  # of the limit
+
+    @property
+    def is_fine(self) -> bool:
+        """True if it is most unlikely that unclipped gradients have such norms."""
+        return self.relative < 1e-4
+
+
+TOLERANCES = {torch.bfloat16: Tolerance(8e-3, 1), torch.float16: Tolerance(1e-3, 2)}
+TOLERANCE = Tolerance(1e-5, 2)  # of others
 
 
 class StepNorm(NamedTuple):
@@ -23,7 +42,7 @@ class StepNorm(NamedTuple):
     scale: HostCopy
     is_scaled: bool  # True if it is the norm of scaled gradients
     limit: float | None  # the optimizer's own
-    is_bfloat16: bool  # True for gradients of this dtype
+    tolerance: Tolerance
 
     def scaled_norm(self) -> float | None:
         """Return the norm of the scaled gradients, or None if it has not arrived."""
@@ -39,6 +58,24 @@ class FirstNorms:
     def __init__(self) -> None:
         self.steps: list[StepNorm] = []
         self.are_judged = False
+
+    def add(
+        self,
+        optimizer: Any,
+        norm: Tensor,
+        scale: Tensor,
+        is_scaled: bool,
+        limit: float | None,
+        is_unread: bool,
+    ) -> None:
+        """Add the norm of a step.
+
+        `is_unread`: the program has not seen unscaled gradients, so it cannot have clipped them.
+        """
+        tolerance = tolerance_of(optimizer)
+        if is_unread or tolerance.is_fine:
+            copies = copied_to_host(norm), copied_to_host(scale)
+            self.steps.append(StepNorm(*copies, is_scaled, limit, tolerance))
 
     @property
     def is_waiting(self) -> bool:
@@ -60,18 +97,25 @@ class FirstNorms:
             return None
         self.are_judged = True
         (norm, scale), *_ = arrived
-        limit, is_coarse = self.steps[0].limit, self.steps[0].is_bfloat16
+        limit, tolerance = self.steps[0].limit, self.steps[0].tolerance
         # Without a limit of the optimizer, gradients that have the same round norm in each step
         # were clipped to it.
-        digits, tolerance = (1, TOLERANCE_OF_BFLOAT16) if is_coarse else (2, TOLERANCE)
-        clipped_to = float(f"{norm:.{digits}g}") if limit is None else limit
-        if not all(was_clipped(norm, clipped_to, scale, tolerance) for norm, scale in arrived):
+        clipped_to = float(f"{norm:.{tolerance.digits}g}") if limit is None else limit
+        if not all(
+            was_clipped(norm, clipped_to, scale, tolerance.relative) for norm, scale in arrived
+        ):
             return None
         return (
             texts.HAVE_SAME_NORM if limit is None else texts.CLIPPED_TWICE,
             clipped_to,
             scale,
         )
+
+
+def tolerance_of(optimizer: Any) -> Tolerance:
+    """Return the largest tolerance that the dtypes of an optimizer's parameters need."""
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    return max((TOLERANCES.get(dtype, TOLERANCE) for dtype in dtypes), default=TOLERANCE)
 
 
 def was_clipped(norm: float, limit: float, scale: float, tolerance: float) -> bool:

@@ -58,10 +58,10 @@ class ScaledBackward:
         return self.has_computed(param) and self._computed[id(param)].unwritten() is not None
 
     def note_inspection(self, param: Tensor) -> None:
-        """Note that a scaler's check counts as a write of the gradient, which stays scaled."""
-        if self.has_computed(param):
-            assert param.grad is not None
-            self._computed[id(param)] = Version.read(param.grad)
+        """Note that a scaler has checked this gradient, which counts as a write: it is scaled."""
+        version = version_of(param.grad)
+        if version is not None:
+            self._computed[id(param)] = version
 
     def forget(self, param: Tensor) -> None:
         """Forget a gradient, since it is unscaled now."""

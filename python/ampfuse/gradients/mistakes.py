@@ -11,13 +11,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 
 from ampfuse._graphs import eager_only, is_capturing
-from ampfuse._host_copy import HostCopy, number_in
+from ampfuse._host_copy import HostCopy, copied_to_host, number_in
 from ampfuse._nested import params_of
 from ampfuse._warning import warn_caller
 from ampfuse.gradients import _mistake_texts as texts
@@ -25,7 +24,6 @@ from ampfuse.gradients._first_norms import (
     FAR_BELOW_THE_SCALE,
     STEPS_WATCHED,
     FirstNorms,
-    StepNorm,
 )
 from ampfuse.gradients._scaled_backward import ScaledBackward, leaves_of
 from ampfuse.gradients.devices import largest
@@ -97,6 +95,7 @@ class Watch:
         self._norms: dict[int, FirstNorms] = {}  # by the ids of optimizers
         self.warnings: list[str] = []  # those that were given
         self.has_reported = False  # True after a warning about clipping
+        self._is_listed = False  # True while it is in _first_steps
         self.is_done = False  # True if gradients need not be looked at any more
         self.is_scale_known = False  # True if the program may divide by the scale
 
@@ -132,11 +131,11 @@ class Watch:
             if state["stage"] is OptState.UNSCALED and "version" in state:
                 is_reset = state["version"][0].grad is None
                 state["is_stale"] = state.get("is_stale", False) or is_reset
-        if self._steps <= STEPS_WATCHED:
+        if self._is_at_start or self._is_listed:
             with _lock:
                 _clips.clear()
-                if self._steps == 0:
-                    _first_steps.add(self)
+                self._is_listed = self._is_at_start
+                (_first_steps.add if self._is_listed else _first_steps.discard)(self)
         if self._is_at_start:
             self._losses_seen += 1
             self._look_at_scaled(loss, scaled)
@@ -194,6 +193,8 @@ class Watch:
         if param is not None and not param.is_inference():
             state["version"] = param, param._version
             self._backward.forget(param)
+        if not self.is_done and not is_capturing():
+            self._report()
 
     @eager_only
     def look_for_new_gradients(self, state: dict[str, Any]) -> None:
@@ -287,11 +288,6 @@ class Watch:
         if self.is_done or is_capturing():
             return
         self._steps += 1
-        with _lock:
-            if self._steps > STEPS_WATCHED:
-                _first_steps.discard(self)
-                if len(_first_steps) == 0:
-                    _clips.clear()
         is_looking = self._steps <= STEPS_WATCHED and self._clipped is None
         if is_looking and not self.is_scale_known and has_number(scale):
             clip = first_clip(params_of(optimizer))
@@ -307,22 +303,19 @@ class Watch:
         self, optimizer: Any, state: dict[str, Any], inspection: Any, scaler: Any
     ) -> None:
         """Look at the gradients with which `scaler` is about to step an optimizer."""
-        param = self._note_params(optimizer) if self._is_at_start else None
         if inspection is not None and not self.has_reported and not is_capturing():
-            self._note_norm(optimizer, param, inspection, scaler)
+            self._note_norm(optimizer, state, inspection, scaler)
         if not self.is_done and not is_capturing():
             self._report()
+        param = self._note_params(optimizer) if self._is_at_start else None
         self.look_for_new_gradients(state)
         if param is not None and inspection is not None and inspection.is_scaled:
             self._backward.note_inspection(param)
 
     def _note_norm(
-        self, optimizer: Any, param: Tensor | None, inspection: Any, scaler: Any
+        self, optimizer: Any, state: dict[str, Any], inspection: Any, scaler: Any
     ) -> None:
-        """Record the norm of an optimizer's gradients, and the limit of its own.
-
-        `param`: one of its parameters with gradients.
-        """
+        """Record the norm of an optimizer's gradients, and the limit of its own."""
         limit = getattr(optimizer, "max_grad_norm", None) if inspection.is_scaled else None
         if limit is None and (self.is_scale_known or not scaler._has_scaled):
             return
@@ -333,9 +326,8 @@ class Watch:
         if len(found) == 1 and len(norms.steps) < STEPS_WATCHED:
             (norm,) = found
             if has_number(norm) and has_number(scale):
-                copies = copied_to_host(norm), copied_to_host(scale)
-                is_bfloat16 = param is not None and param.dtype == torch.bfloat16
-                norms.steps.append(StepNorm(*copies, inspection.is_scaled, limit, is_bfloat16))
+                is_unread = state.get("is_unread", False)
+                norms.add(optimizer, norm, scale, inspection.is_scaled, limit, is_unread)
                 self.is_done = False
 
     def _report(self) -> None:
@@ -397,10 +389,3 @@ def first_clip(params: Iterable[Tensor]) -> ClipRecord | None:
 def has_number(tensor: Tensor) -> bool:
     """Return False for meta and fake tensors, which have no memory."""
     return type(tensor) is Tensor and not tensor.is_meta
-
-
-def copied_to_host(scalar: Tensor) -> HostCopy:
-    """Start copying a scalar to the host."""
-    mirror = HostCopy()
-    mirror.send(scalar)
-    return mirror

@@ -275,14 +275,15 @@ class FusedOptimizer(Optimizer):
     def sync_masters_from_model(self) -> None:
         """Make all masters adopt what other code has written to the parameters.
 
-        Elements that were not written keep the additional bits of their masters. A remainder stays
-        as it is: the parameter is the other half of its master.
+        Elements that were not written keep the additional bits of their masters. A cast of the
+        model counts as a write. A remainder stays as it is: the parameter is the other half of its
+        master.
         """
         for group in self.param_groups:
             for param in group["params"]:
                 master = self.state.get(param, {}).get("master_param")
                 if master is not None and master.dtype == torch.float32:
-                    adopt_param(local(param.detach()), local(master))
+                    adopt_param(local(param.detach()).to(master.device), local(master))
         self._written.forget()
 
     def options_of(self, group: dict[str, Any]) -> dict[str, Any]:

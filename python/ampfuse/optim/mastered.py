@@ -241,7 +241,8 @@ class Mastered(Optimizer):
     def sync_masters_from_model(self) -> None:
         """Make all masters adopt what other code has written to the parameters.
 
-        Elements that were not written keep the additional bits of their masters.
+        Elements that were not written keep the additional bits of their masters. A cast of the
+        model counts as a write.
         """
         self._adopt_writes()
         self._model_leads = False

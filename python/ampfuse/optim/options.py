@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ampfuse._arguments import described, is_flag
+from ampfuse._warning import warn_caller
 from ampfuse.optim._rule import Rule
 
 # Groups hold the dtype's name: tools that gather checkpoints from ranks do not support dtypes.
@@ -62,8 +63,8 @@ def refuse_other_dtype(rule: Rule, group: dict[str, Any]) -> None:
             raise TypeError(f"{rule.name}: {name}: expected {rule.moment_dtype}, its name here")
 
 
-def refuse_misspelled(rule: Rule, group: dict[str, Any]) -> None:
-    """Raise for a key of a group that is almost certainly a misspelled option.
+def warn_of_misspelled(rule: Rule, group: dict[str, Any]) -> None:
+    """Warn of a key of a group that looks like a misspelled option.
 
     Programs and schedulers keep keys of their own in groups, such as `initial_lr`,
     `max_weight_decay` or `name`.
@@ -78,12 +79,12 @@ def refuse_misspelled(rule: Rule, group: dict[str, Any]) -> None:
         if key == "max_norm":  # torch's name in clipping functions
             meant = ["max_grad_norm"]
         if meant:
-            raise TypeError(f"{key}: unexpected option of a group; did you mean {meant[0]!r}?")
+            warn_caller(f"{rule.name}: {key} is no option of a group; did you mean {meant[0]!r}?")
 
 
 def check_initial(rule: Rule, options: dict[str, Any]) -> None:
     """Raise for invalid initial options, with torch's message if torch raises too."""
-    refuse_misspelled(rule, options)
+    warn_of_misspelled(rule, options)
     check_options(rule, options)
     lr = options["lr"]
     # A learning rate on a GPU is not checked: the host would wait for it.

@@ -71,6 +71,37 @@ def test_clipping_of_scaled_bfloat16_gradients_by_torch_is_noticed(device, make,
 
 
 @EVERY_SGD
+def test_clipping_before_unscale_is_noticed_if_the_optimizer_steps_by_itself(device, make):
+    training = Training(device, make)
+
+    def run():
+        for _ in range(6):
+            training.scaler.scale(training.loss()).backward()
+            ampfuse.clip_grad_norm_(training.model.parameters(), 1.0)
+            training.scaler.unscale_(training.optimizer)
+            training.optimizer.step()
+            training.scaler.update()
+
+    with pytest.warns(UserWarning, match="clipped to max_norm=1 while they were still") as caught:
+        run()
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_norms_that_hardly_change_give_no_warning(device, no_warning, dtype):
+    """Multiplied by the scale, they are 9.0045 in the first step."""
+    param = nn.Parameter(torch.ones(8, device=device, dtype=dtype))
+    optimizer, scaler = torch.optim.SGD([param], lr=1e-6), ampfuse.GradScaler(device.type)
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale((param.float() * (4.8577e-5 + 1e-10 * step)).sum()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_([param], 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@EVERY_SGD
 def test_losses_that_are_not_scaled_any_more_are_noticed(device, make):
     training = Training(device, make)
     training.scaler.scale(training.loss()).backward()
@@ -110,14 +141,18 @@ def test_a_loss_that_is_scaled_twice_is_noticed(device, make):
         training.scaler.scale(training.scaler.scale(training.loss())).backward()
 
 
-def test_a_second_step_with_scaled_gradients_is_noticed(device):
+@pytest.mark.parametrize("scales_list", [False, True])
+@pytest.mark.parametrize("first", [0, 5])
+def test_a_second_step_with_scaled_gradients_is_noticed(device, first, scales_list):
     training = Training(device, ampfuse.SGD)
 
     def run():
-        for _ in range(3):
-            training.scaler.scale(training.loss()).backward()
+        for step in range(8):
+            losses = training.scaler.scale([training.loss()] if scales_list else training.loss())
+            (losses[0] if scales_list else losses).backward()
             training.scaler.step(training.optimizer)
-            training.optimizer.step()
+            if step >= first:
+                training.optimizer.step()
             training.scaler.update()
 
     with pytest.warns(UserWarning, match="was called by itself") as caught:

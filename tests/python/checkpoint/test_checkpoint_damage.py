@@ -69,6 +69,21 @@ def test_tensor_of_a_flipped_bit_is_named_and_nothing_is_loaded(saved, path):
             checkpoint.load(path, **{name: other.objects[name]})
 
 
+class Average:
+    def state_dict(self):
+        return {"steps": 3}
+
+    def load_state_dict(self, state):
+        assert state == self.state_dict()
+
+
+@pytest.mark.filterwarnings("error")
+def test_models_and_other_objects_may_be_loaded_without_what_trains_them(tmp_path):
+    training, average = Training.of(0), Average()
+    checkpoint.save(tmp_path, step=1, average=average, **training.objects)
+    checkpoint.load(tmp_path, model=training.model, average=average)
+
+
 @pytest.mark.parametrize("name", ["tensors-00000.safetensors", "checkpoint.json"])
 def test_files_that_are_cut_short_are_found(path, name):
     content = (path / name).read_bytes()

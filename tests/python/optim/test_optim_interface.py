@@ -89,6 +89,13 @@ def test_groups_keep_the_keys_of_schedulers_and_of_programs(make):
     assert kept <= {key for group in optimizer.param_groups for key in group}
 
 
+@pytest.mark.parametrize("key", ["max_norm", "max_grad_nrom"])
+def test_misspelled_option_of_a_group_gives_a_warning(key):
+    group = {"params": [torch.zeros(2)], key: 1.0}
+    with pytest.warns(UserWarning, match=f"SGD: {key} is no option .* did you mean 'max_grad_n"):
+        ampfuse.SGD([group], lr=0.1)
+
+
 def test_adamw_group_with_decoupled_weight_decay_off_is_refused():
     with pytest.raises(ValueError, match="decoupled_weight_decay: expected True"):
         ampfuse.AdamW([{"params": [torch.zeros(2)], "decoupled_weight_decay": False}])

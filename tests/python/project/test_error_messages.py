@@ -96,10 +96,6 @@ Loop(foreach=True)
     fused
 Loop(max_norm=1)
     TypeError: AdamW: unexpected keyword argument 'max_norm'; did you mean 'max_grad_norm'?
-ampfuse.AdamW([{"params": HALF, "max_norm": 1.0}])
-    TypeError: max_norm: unexpected option of a group; did you mean 'max_grad_norm'?
-ampfuse.SGD([{"params": HALF, "max_grad_nrom": 1.0}], lr=1.0)
-    TypeError: max_grad_nrom: unexpected option of a group; did you mean 'max_grad_norm'?
 Loop(decoupled_weight_decay=False)
     TypeError: AdamW: unexpected keyword argument 'decoupled_weight_decay'; it is always True in
     AdamW
