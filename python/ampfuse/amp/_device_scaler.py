@@ -262,8 +262,16 @@ class DeviceScaler(ReportingScaler):
 
     def _announce_scale(self) -> Tensor:
         """Return the scale for a loss module, whose loss is to be scaled by it."""
-        self._has_announced = self._has_announced or torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self._has_announced = True
+            if self._enabled:
+                self._watch.note_announced()
         return self._live_scale()
+
+    def _has_scaled_gradients(self) -> bool:
+        """Return True between a scaled loss and the step."""
+        stages = [state["stage"] for state in self._per_optimizer_states.values()]
+        return self._has_scaled and OptState.STEPPED not in stages
 
     @eager_only
     def _check_scaled(self, funcname: str) -> None:

@@ -18,7 +18,7 @@ from ampfuse.amp.gate import Gate
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
 from ampfuse.gradients.inspection import Inspection, norm_for
 from ampfuse.gradients.mistakes import Watch
-from ampfuse.optim.stepping import may_skip_on_device, takes_scaler, takes_tensors
+from ampfuse.optim.stepping import may_skip_on_device, step_plainly, takes_scaler, takes_tensors
 
 NO_GPU = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."  # torch's
 
@@ -213,7 +213,7 @@ class GradScaler(DeviceScaler):
                 optimizer does not take scale and flag as tensors.
         """
         if not self._enabled:
-            return optimizer.step(*args, **kwargs)
+            return step_plainly(optimizer, args, kwargs)
         check_is_optimizer(optimizer)
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
@@ -332,14 +332,14 @@ class GradScaler(DeviceScaler):
     def get_scale(self) -> float:
         """Return the scale as a number, for which the host waits; 1 if the scaler is disabled."""
         if self._enabled:
-            self._watch.note_known_scale()
+            self._watch.note_known_scale(self._has_scaled_gradients())
         scale: float = super().get_scale()
         return scale
 
     def scale_tensor(self) -> Tensor:
         """Return the live scale, 0-dim float32, to pass as a `grad_scale`; create it if needed."""
         if self._enabled:
-            self._watch.note_known_scale()
+            self._watch.note_known_scale(self._has_scaled_gradients())
         return self._live_scale()
 
     def gate(self, scheduler: Any) -> Gate:

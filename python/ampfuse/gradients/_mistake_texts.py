@@ -51,6 +51,11 @@ FORGOTTEN = (
     "the gradients of {steps} steps in a row were divided by the loss scale, but no loss was "
     "multiplied by it: call scaler.scale(loss).backward()"
 )
+NEVER_SCALED = (
+    "a loss module with scaler= has computed {losses} losses, but none of them was scaled: call "
+    "scaler.scale(loss).backward(), scaler.step(optimizer) and scaler.update(). Evaluate under "
+    "torch.no_grad()"
+)
 STEPPED_ALONE = (
     "optimizer.step() was called by itself, with gradients that are still multiplied by the loss "
     "scale: call scaler.step(optimizer) instead, and then scaler.update()"

@@ -97,7 +97,9 @@ class Watch:
         self.has_reported = False  # True after a warning about clipping
         self._is_listed = False  # True while it is in _first_steps
         self.is_done = False  # True if gradients need not be looked at any more
-        self.is_scale_known = False  # True if the program may divide by the scale
+        self.is_scale_known = False  # True if the program may multiply losses by the scale
+        self._is_read_while_scaled = False  # True if it may divide gradients by the scale
+        self._announced = 0  # losses of modules that have used the scale, while none was scaled
 
     @property
     def _is_at_start(self) -> bool:
@@ -111,9 +113,22 @@ class Watch:
         return self._steps > 0
 
     @eager_only
-    def note_known_scale(self) -> None:
-        """Record that the program knows the scale, so it may divide gradients by it."""
+    def note_known_scale(self, is_between: bool) -> None:
+        """Record that the program knows the scale.
+
+        `is_between`: it has read the scale between a scaled loss and the step.
+        """
         self.is_scale_known = True
+        self._is_read_while_scaled |= is_between
+
+    @eager_only
+    def note_announced(self) -> None:
+        """Record that a loss module has used the scale; warn if no loss is ever scaled."""
+        if self._losses > 0 or self.is_scale_known or is_capturing():
+            return
+        self._announced += 1
+        if self._announced == LAST_LOSS:
+            self._warn(texts.NEVER_SCALED.format(losses=LAST_LOSS))
 
     @eager_only
     def note_scaled_loss(self, loss: Any, scaled: Any, scaler: Any, history: Any) -> None:
@@ -123,7 +138,7 @@ class Watch:
         known, so nothing is said about steps without the scaler then.
         """
         if is_capturing():  # replays scale losses without this
-            self.is_scale_known = True
+            self.is_scale_known = self._is_read_while_scaled = True
         self._has_graph |= getattr(loss, "grad_fn", None) is not None
         self._stepped_since_loss.clear()
         self._repeats = 0
@@ -157,9 +172,9 @@ class Watch:
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
         """Read the scale in this block without recording that the program knows it."""
-        was_known = self.is_scale_known
+        was_known = self.is_scale_known, self._is_read_while_scaled
         yield
-        self.is_scale_known = was_known
+        self.is_scale_known, self._is_read_while_scaled = was_known
 
     def _look_for_steps_without_scaler(self, loss: Any) -> None:
         """Warn if all parameters of a loss are written by something else than the scaler."""
@@ -277,7 +292,8 @@ class Watch:
             self._scale = None
             self._warn(texts.LOST_SCALE.format(scale=number))
         elif not is_capturing():
-            if history.consecutive_skips() >= MOST_SKIPS:
+            is_skipped = texts.STEPPED_IN_SPITE not in self.warnings
+            if is_skipped and history.consecutive_skips() >= MOST_SKIPS:
                 self._warn(texts.ALWAYS_SKIPPED.format(steps=MOST_SKIPS))
             if scale.is_cuda:
                 self._scale.send(scale)
@@ -289,7 +305,7 @@ class Watch:
             return
         self._steps += 1
         is_looking = self._steps <= STEPS_WATCHED and self._clipped is None
-        if is_looking and not self.is_scale_known and has_number(scale):
+        if is_looking and not self._is_read_while_scaled and has_number(scale):
             clip = first_clip(params_of(optimizer))
             if clip is not None and has_number(clip.total_norm):
                 self._clipped = (
@@ -317,7 +333,7 @@ class Watch:
     ) -> None:
         """Record the norm of an optimizer's gradients, and the limit of its own."""
         limit = getattr(optimizer, "max_grad_norm", None) if inspection.is_scaled else None
-        if limit is None and (self.is_scale_known or not scaler._has_scaled):
+        if limit is None and (self._is_read_while_scaled or not scaler._has_scaled):
             return
         norms, scale = self._norms.setdefault(id(optimizer), FirstNorms()), scaler._scale
         if norms.are_judged:

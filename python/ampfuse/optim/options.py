@@ -20,6 +20,7 @@ TORCHS_OWN = {"foreach": None, "fused": None, "capturable": False, "differentiab
 
 _ALWAYS_FUSED = "the step is always fused: drop foreach, fused, capturable and differentiable"
 REMEDIES = dict.fromkeys(TORCHS_OWN, _ALWAYS_FUSED)  # hints for arguments that torch's class has
+REMEDIES |= {"state_dtype": "write momentum_dtype", "momentum_dtype": "write state_dtype"}
 
 
 def has_torchs(group: dict[str, Any]) -> bool:

@@ -102,6 +102,20 @@ def may_skip_on_device(optimizer: Any, args: Any, kwargs: Any) -> bool:
     )
 
 
+def _traced_plain_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    if is_ours(optimizer):
+        optimizer._traced.begin()
+        if optimizer._traced.has_scheduler:  # the compiler does not trace its wrapper of step
+            return type(optimizer).step(optimizer, *args, **kwargs)
+    return optimizer.step(*args, **kwargs)
+
+
+@traced_as(_traced_plain_step)
+def step_plainly(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Call `optimizer.step(*args, **kwargs)`, so that torch.compile can trace it."""
+    return optimizer.step(*args, **kwargs)
+
+
 def _traced_step(optimizer: Any, signals: Signals, args: Any, kwargs: Any) -> Any:
     if not is_ours(optimizer):
         return _untraced_step(optimizer, signals, args, kwargs)
@@ -109,9 +123,7 @@ def _traced_step(optimizer: Any, signals: Signals, args: Any, kwargs: Any) -> An
     traced.begin()
     slot.signals = signals if traced.steps_alone and not args else drop_norms(signals)
     try:
-        if traced.has_scheduler:  # the compiler does not trace its wrapper of step
-            return type(optimizer).step(optimizer, *args, **kwargs)
-        return optimizer.step(*args, **kwargs)
+        return _traced_plain_step(optimizer, args, kwargs)
     finally:
         slot.signals = None
 

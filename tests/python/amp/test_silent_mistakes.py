@@ -33,17 +33,20 @@ class Training:
 
 
 @EVERY_SGD
-@pytest.mark.parametrize("unscales", [False, True])
-def test_clipping_of_scaled_gradients_by_torch_is_noticed_by_the_third_step(device, make, unscales):
+@pytest.mark.parametrize("way", ["in the step", "unscale_", "logs the scale"])
+def test_clipping_of_scaled_gradients_by_torch_is_noticed_by_the_third_step(device, make, way):
     training = Training(device, make)
 
     def run():
         for _ in range(6):
             training.scaler.scale(training.loss()).backward()
             torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
-            if unscales:
+            if way == "unscale_":
                 training.scaler.unscale_(training.optimizer)
-            training.step()
+            training.scaler.step(training.optimizer)
+            before = training.scaler.get_scale() if way == "logs the scale" else None
+            training.scaler.update()
+            assert before is None or before == training.scaler.get_scale()
 
     with pytest.warns(UserWarning, match="norm of the gradients was 1 in each") as caught:
         run()
@@ -132,6 +135,36 @@ def test_a_loss_module_that_knows_the_scaler_makes_an_unscaled_loss_an_error(
     training.loss().backward()
     with pytest.raises(AssertionError, match="no loss was scaled since the last update"):
         training.step()
+
+
+@EVERY_SGD
+def test_losses_of_a_module_with_a_scaler_that_are_never_scaled_are_noticed(device, make):
+    training = Training(device, make)
+    training.criterion = ampfuse.CrossEntropyLoss(scaler=training.scaler)
+
+    def run():
+        for _ in range(30):
+            training.loss().backward()
+            training.optimizer.step()
+
+    with pytest.warns(UserWarning, match="has computed 20 losses, but none of them was") as caught:
+        run()
+    assert len(caught) == 1
+
+
+def test_steps_in_spite_of_overflows_do_not_count_as_skipped(device):
+    training = Training(device, torch.optim.SGD)
+
+    def run():
+        for _ in range(40):
+            training.scaler.scale(training.loss() * torch.inf).backward()
+            training.scaler.unscale_(training.optimizer)
+            training.optimizer.step()
+            training.scaler.update()
+
+    with pytest.warns(UserWarning, match="optimizer.step.. has taken a step although"):
+        run()
+    assert len(training.scaler.mistakes()) == 1
 
 
 @EVERY_SGD

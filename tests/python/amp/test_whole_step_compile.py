@@ -93,6 +93,25 @@ def test_scheduler_between_steps_needs_no_second_graph(device):
     assert twins.counter.frame_count == 1
 
 
+def test_scheduler_needs_no_graph_break_if_the_scaler_is_disabled(device):
+    param = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer = ampfuse.SGD([param], lr=torch.tensor(0.5))
+    scaler = ampfuse.GradScaler(device.type, enabled=False)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step():
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+        scheduler.step()
+    assert param.tolist() == [0.25] * 3
+
+
 @pytest.mark.parametrize("way", ["by the optimizer", "by a list", "by the model"])
 def test_gradients_may_be_reset_in_any_way_and_batches_have_other_shapes(device, way):
     """torch.compile takes parameters first met in a list for constants without gradients."""

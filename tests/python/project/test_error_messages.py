@@ -96,6 +96,8 @@ Loop(foreach=True)
     fused
 Loop(max_norm=1)
     TypeError: AdamW: unexpected keyword argument 'max_norm'; did you mean 'max_grad_norm'?
+ampfuse.SGD(nn.Linear(4, 2).parameters(), lr=0.1, state_dtype=torch.bfloat16)
+    TypeError: SGD: unexpected keyword argument 'state_dtype'; write momentum_dtype
 Loop(decoupled_weight_decay=False)
     TypeError: AdamW: unexpected keyword argument 'decoupled_weight_decay'; it is always True in
     AdamW

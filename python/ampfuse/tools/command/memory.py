@@ -43,6 +43,7 @@ examples:
   python -m ampfuse memory train.py --model large
   python -m ampfuse memory --batch 64 --plot memory.png train.py
   python -m ampfuse memory --fit 24GiB train.py"""
+WRONG_OPTIONS = 2  # the status with which argparse ends a program
 TRIALS = 3  # after batches were doubled
 
 
@@ -107,6 +108,8 @@ def run(chosen: Namespace, batches: list[Batch]) -> Account:
             refuse(str(error))
     if records:  # also if the program has caught the error, or cannot run under autocast
         return account_of(*records)
+    if isinstance(raised, SystemExit) and raised.code == WRONG_OPTIONS:
+        raise raised  # the program has said what is wrong
     if raised is None or isinstance(raised, SystemExit):
         text = f"memory: expected two steps of an optimizer, but the program has taken {steps}"
         if size := batches[-1].size if batches else chosen.batch:

@@ -65,9 +65,9 @@ class Autocasts:
             )
         if ("cpu", torch.float16) not in self.enabled:
             return
-        for name, measure in (
-            ("a product of matrices", time_product),
-            ("a convolution, with its backward pass,", time_convolution),
+        for what, measure in (
+            (": a product of matrices", time_product),
+            (" at convolutions, if it has any: one, with its backward pass,", time_convolution),
         ):
             float16, bfloat16, float32 = (
                 min(measure(dtype) for _ in range(3))
@@ -75,9 +75,9 @@ class Autocasts:
             )
             if float16 > SLOW * max(bfloat16, float32):
                 yield (
-                    f"This CPU is slow in float16: {name} takes {float16 / bfloat16:.0f} times as "
-                    'long as in bfloat16. Use torch.autocast("cpu", torch.bfloat16), which needs '
-                    "no scaler."
+                    f"This program is slow in float16 on this CPU{what} takes "
+                    f"{float16 / bfloat16:.0f} times as long as in bfloat16. Use "
+                    'torch.autocast("cpu", torch.bfloat16), which needs no scaler.'
                 )
                 return
 
