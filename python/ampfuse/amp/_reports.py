@@ -64,6 +64,12 @@ class ReportingScaler(SavedScaler):
         """Return the texts of the warnings about mistakes that were given."""
         return list(self._watch.warnings) if self._enabled else []
 
+    def is_unused(self) -> bool:
+        """Return True if it has scaled no loss, and the program has not read the scale."""
+        watch = self._watch
+        is_used = self._has_scaled or watch.has_scaled or watch.is_scale_known
+        return not (is_used or self._history.has_stepped)
+
     def only_scales(self) -> bool:
         """Return True if losses were scaled, and no gradients unscaled, by the scaler or others."""
         is_used = self._history.has_stepped or self._watch.has_unscaled

@@ -16,6 +16,7 @@ from ampfuse.checkpoint._tree import is_tensor, kind_of, tensors_of
 from ampfuse.gradients.shards import is_dtensor
 
 METHODS = ("state_dict", "load_state_dict")  # of objects whose state is saved
+PLAIN = (int, float, str, dict, list, tuple, Tensor)
 # Entries of optimizers' states that have the shape of the parameter.
 SHAPED_LIKE_PARAMS = (
     "exp_avg",
@@ -55,6 +56,8 @@ def check_arguments(path: Any, objects: dict[str, Any], function: str) -> None:
             hint = ""
             if name == "loader":
                 hint = "; torchdata.stateful_dataloader.StatefulDataLoader has them"
+            elif function == "save" and isinstance(value, PLAIN):
+                hint = f"; numbers and texts are saved in values={{'{name}': ...}}"
             raise TypeError(
                 f"{function}: {name}: expected an object with {' and '.join(METHODS)}, "
                 f"got {type(value).__name__}{hint}"

@@ -43,6 +43,7 @@ class StepNorm(NamedTuple):
     is_scaled: bool  # True if it is the norm of scaled gradients
     limit: float | None  # the optimizer's own
     tolerance: Tolerance
+    may_guess: bool  # True if gradients with a round norm were clipped to it
 
     def scaled_norm(self) -> float | None:
         """Return the norm of the scaled gradients, or None if it has not arrived."""
@@ -66,16 +67,18 @@ class FirstNorms:
         scale: Tensor,
         is_scaled: bool,
         limit: float | None,
+        may_guess: bool,
         is_unread: bool,
     ) -> None:
-        """Add the norm of a step.
+        """Add the norm of a step, unless nothing can be said about it.
 
         `is_unread`: the program has not seen unscaled gradients, so it cannot have clipped them.
         """
         tolerance = tolerance_of(optimizer)
-        if is_unread or tolerance.is_fine:
+        may_guess = may_guess and (is_unread or tolerance.is_fine)
+        if may_guess or limit is not None:
             copies = copied_to_host(norm), copied_to_host(scale)
-            self.steps.append(StepNorm(*copies, is_scaled, limit, tolerance))
+            self.steps.append(StepNorm(*copies, is_scaled, limit, tolerance, may_guess))
 
     @property
     def is_waiting(self) -> bool:
@@ -98,18 +101,14 @@ class FirstNorms:
         self.are_judged = True
         (norm, scale), *_ = arrived
         limit, tolerance = self.steps[0].limit, self.steps[0].tolerance
-        # Without a limit of the optimizer, gradients that have the same round norm in each step
-        # were clipped to it.
-        clipped_to = float(f"{norm:.{tolerance.digits}g}") if limit is None else limit
-        if not all(
-            was_clipped(norm, clipped_to, scale, tolerance.relative) for norm, scale in arrived
-        ):
-            return None
-        return (
-            texts.HAVE_SAME_NORM if limit is None else texts.CLIPPED_TWICE,
-            clipped_to,
-            scale,
-        )
+        found = [] if limit is None else [(texts.CLIPPED_TWICE, limit)]
+        if all(step.may_guess for step in self.steps):
+            # Gradients that have the same round norm in each step were clipped to it.
+            found.append((texts.HAVE_SAME_NORM, float(f"{norm:.{tolerance.digits}g}")))
+        for text, clipped_to in found:
+            if all(was_clipped(norm, clipped_to, scale, tolerance) for norm, scale in arrived):
+                return text, clipped_to, scale
+        return None
 
 
 def tolerance_of(optimizer: Any) -> Tolerance:
@@ -118,6 +117,7 @@ def tolerance_of(optimizer: Any) -> Tolerance:
     return max((TOLERANCES.get(dtype, TOLERANCE) for dtype in dtypes), default=TOLERANCE)
 
 
-def was_clipped(norm: float, limit: float, scale: float, tolerance: float) -> bool:
+def was_clipped(norm: float, limit: float, scale: float, tolerance: Tolerance) -> bool:
     """Return True if gradients of this norm were clipped to this limit while they were scaled."""
-    return 0 < limit < FAR_BELOW_THE_SCALE * scale and abs(norm / limit - 1) < tolerance
+    is_near = limit > 0 and abs(norm / limit - 1) < tolerance.relative
+    return is_near and limit < FAR_BELOW_THE_SCALE * scale

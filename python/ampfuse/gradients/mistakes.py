@@ -108,6 +108,11 @@ class Watch:
         return self._losses < LAST_LOSS or is_early
 
     @property
+    def has_scaled(self) -> bool:
+        """True if a loss was scaled in eager code."""
+        return self._losses > 0
+
+    @property
     def has_unscaled(self) -> bool:
         """True if the scaler has looked at gradients, to step or to unscale them."""
         return self._steps > 0
@@ -333,7 +338,8 @@ class Watch:
     ) -> None:
         """Record the norm of an optimizer's gradients, and the limit of its own."""
         limit = getattr(optimizer, "max_grad_norm", None) if inspection.is_scaled else None
-        if limit is None and (self._is_read_while_scaled or not scaler._has_scaled):
+        may_guess = scaler._has_scaled and not self._is_read_while_scaled
+        if limit is None and not may_guess:
             return
         norms, scale = self._norms.setdefault(id(optimizer), FirstNorms()), scaler._scale
         if norms.are_judged:
@@ -343,7 +349,7 @@ class Watch:
             (norm,) = found
             if has_number(norm) and has_number(scale):
                 is_unread = state.get("is_unread", False)
-                norms.add(optimizer, norm, scale, inspection.is_scaled, limit, is_unread)
+                norms.add(optimizer, norm, scale, inspection.is_scaled, limit, may_guess, is_unread)
                 self.is_done = False
 
     def _report(self) -> None:

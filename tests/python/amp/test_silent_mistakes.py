@@ -54,6 +54,22 @@ def test_clipping_of_scaled_gradients_by_torch_is_noticed_by_the_third_step(devi
     assert training.scaler.mistakes() == [str(caught[0].message)]
 
 
+@pytest.mark.parametrize("limit", [0.5, float("inf")])
+def test_clipping_in_addition_to_another_limit_of_the_optimizer_is_noticed(device, limit):
+    training = Training(device, ampfuse.SGD)
+    training.optimizer.max_grad_norm = limit
+
+    def run():
+        for _ in range(6):
+            training.scaler.scale(training.loss()).backward()
+            torch.nn.utils.clip_grad_norm_(training.model.parameters(), 5.0)
+            training.step()
+
+    with pytest.warns(UserWarning, match="norm of the gradients was 5 in each") as caught:
+        run()
+    assert len(caught) == 1
+
+
 @EVERY_SGD
 @pytest.mark.parametrize("limit", [0.5, 1.0])
 def test_clipping_of_scaled_bfloat16_gradients_by_torch_is_noticed(device, make, limit):

@@ -362,6 +362,14 @@ scaler.step(optimizer)
 """
 
 
+def test_scaler_that_is_made_and_not_used_does_not_count_as_one(programs):
+    used = "import torch\nmodel = torch.nn.Linear(4, 4)" + OWN_SCALER
+    unused = used.partition("scaler.scale")[0] + "loss.backward()\noptimizer.step()"
+    for text, expected in ((used, 0), (unused, 1)):
+        _, told = programs.write("train.py", text).reported("train.py")
+        assert sum("no GradScaler is used" in hint for hint in told["hints"]) == expected
+
+
 def test_scaler_that_is_disabled_is_reported_unless_the_program_has_another_one(programs):
     own = DISABLED.replace("torch.amp", "__import__('ampfuse')")
     for text in (own, DISABLED):

@@ -137,6 +137,9 @@ twice("step")
     missing?
 Loop().scaler.gate(Loop().optimizer)
     TypeError: gate: scheduler: expected a scheduler of torch.optim.lr_scheduler, got AdamW
+ampfuse.checkpoint.save("run", step=1, best=0.4)
+    TypeError: save: best: expected an object with state_dict and load_state_dict, got float;
+    numbers and texts are saved in values={'best': ...}
 ampfuse.GradScaler("cpu", growth_factor=0.5)
     AssertionError: The growth factor must be > 1.0
 ampfuse.GradScaler(65536.0)

@@ -34,7 +34,8 @@ def report(
     scalers: list[dict[str, Any]] = []
     hints = [COMPILED] if compiled_graphs() else []
     usage = next((part.usage for part in parts if part.name == "scaler"), None)
-    has_scaler = diagnosis.clock.has_scaled or bool(diagnosis.scalers.enabled)
+    is_used = any(not GradScaler.is_unused(scaler) for scaler in diagnosis.scalers.enabled)
+    has_scaler = diagnosis.clock.has_scaled or is_used
     hints += diagnosis.hints(bool(usage is None or has_scaler or usage.fallbacks))
     for scaler in diagnosis.scalers.enabled:
         try:

@@ -1,5 +1,6 @@
 """Watches the autocasts of a program: whether they are enabled, and in which dtype."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import wraps
@@ -7,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.nn.modules.conv import _ConvNd
 
 from ampfuse._warning import warn_if_no_gpu
 from ampfuse.tools.hooks import replace
@@ -65,10 +67,10 @@ class Autocasts:
             )
         if ("cpu", torch.float16) not in self.enabled:
             return
-        for what, measure in (
-            (": a product of matrices", time_product),
-            (" at convolutions, if it has any: one, with its backward pass,", time_convolution),
-        ):
+        measures = {": a product of matrices": time_product}
+        if has_convolutions():
+            measures[": a convolution, with its backward pass,"] = time_convolution
+        for what, measure in measures.items():
             float16, bfloat16, float32 = (
                 min(measure(dtype) for _ in range(3))
                 for dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -80,6 +82,11 @@ class Autocasts:
                     'torch.autocast("cpu", torch.bfloat16), which needs no scaler.'
                 )
                 return
+
+
+def has_convolutions() -> bool:
+    """Return True if a module of the program is a convolution."""
+    return any(isinstance(one, _ConvNd) for one in gc.get_objects())
 
 
 def time_product(dtype: torch.dtype) -> float:
