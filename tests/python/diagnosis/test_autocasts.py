@@ -54,6 +54,9 @@ def test_cpu_that_is_slow_in_float16_is_noticed(
     times = {torch.float16: 15.0, torch.bfloat16: bfloat16, torch.float32: float32}
     monkeypatch.setattr(autocasts, "time_product", times.__getitem__ if is_product else lambda _: 1)
     monkeypatch.setattr(autocasts, "time_convolution", times.__getitem__)
+    convolution = torch.nn.Conv2d(1, 1, 1)
+    assert autocasts.has_convolutions()
+    monkeypatch.setattr(autocasts, "has_convolutions", lambda: convolution and not is_product)
     assert [*made.explain_float16(has_scaler=True)] == []  # it is not used
     torch.autocast("cpu", torch.float16)
     hints = [*made.explain_float16(has_scaler=True)]
