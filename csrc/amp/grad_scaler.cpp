@@ -200,10 +200,9 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer,
   const std::vector<at::Tensor>& flags = of_optimizer.inspection.found_infs;
   TORCH_CHECK(
       !flags.empty() || fused || state_->options.allow_no_grads(),
-      "No inf checks were recorded for this optimizer: none of its parameters has a "
-      "gradient. Did you call scaler.scale(loss).backward()? If you did, was zero_grad() "
-      "called after it, or are they the parameters of another model? If it is intended, set "
-      "allow_no_grads");
+      "No inf checks were recorded for this optimizer: none of its parameters has a gradient. Did "
+      "you call scaler.scale(loss).backward()? If you did, was zero_grad() called after it, or are "
+      "they the parameters of another model? If it is intended, set allow_no_grads");
   // Without gradients nothing can overflow.
   at::Tensor found_inf =
       flags.empty() ? at::zeros_like(state_->scale) : largest(flags, state_->scale.device());

@@ -30,9 +30,9 @@ _EXPECTED = {
 }
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean ...?`, or nothing if no known name resembles this one."""
-    similar = get_close_matches(name, list(known), n=1)
+def suggestion(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """Return `; did you mean ...?`, or nothing if no known name is as like this one."""
+    similar = get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
 

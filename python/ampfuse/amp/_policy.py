@@ -91,3 +91,18 @@ def torchs_options(
     except ValueError as error:
         raise ValueError(str(error).splitlines()[0].removeprefix("update_scale: ")) from None
     return growth, backoff, interval
+
+
+def checked_device(device: Any, enabled: bool) -> str:
+    """Return the name of a device; raise if torch does not know that of an enabled scaler."""
+    if isinstance(device, torch.device):
+        return device.type
+    if not isinstance(device, str):
+        raise TypeError(f"device: expected a str like 'cuda', got {device!r}")
+    try:
+        torch.device(device if enabled else "cpu")
+    except RuntimeError:
+        raise ValueError(
+            f"device: expected a device of torch, 'cuda' or 'cpu', got {device!r}"
+        ) from None
+    return device

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
@@ -13,7 +12,7 @@ from ampfuse._graphs import eager_only, groups_of
 from ampfuse._warning import warn_if_no_gpu
 from ampfuse.amp._device_scaler import DeviceScaler, scaled
 from ampfuse.amp._history import ScalerHistory
-from ampfuse.amp._policy import Policy, checked_scale, torchs_options
+from ampfuse.amp._policy import Policy, checked_device, checked_scale, torchs_options
 from ampfuse.amp.gate import Gate
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
 from ampfuse.gradients.inspection import Inspection, norm_for
@@ -376,21 +375,6 @@ class GradScaler(DeviceScaler):
             [0.25]
         """
         return Gate(scheduler, self)
-
-
-def checked_device(device: Any, enabled: bool) -> str:
-    """Return the name of a device; raise if torch does not know that of an enabled scaler."""
-    if isinstance(device, torch.device):
-        return device.type
-    if not isinstance(device, str):
-        raise TypeError(f"device: expected a str like 'cuda', got {device!r}")
-    try:
-        torch.device(device if enabled else "cpu")
-    except RuntimeError:
-        raise ValueError(
-            f"device: expected a device of torch, 'cuda' or 'cpu', got {device!r}"
-        ) from None
-    return device
 
 
 @eager_only

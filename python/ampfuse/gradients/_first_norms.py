@@ -42,7 +42,6 @@ class StepNorm(NamedTuple):
     scale: HostCopy
     is_scaled: bool  # True if it is the norm of scaled gradients
     limit: float | None  # the optimizer's own
-    tolerance: Tolerance
     may_guess: bool  # True if gradients with a round norm were clipped to it
 
     def scaled_norm(self) -> float | None:
@@ -56,29 +55,17 @@ class StepNorm(NamedTuple):
 class FirstNorms:
     """The first finite norms of an optimizer's gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Any) -> None:
+        self.tolerance = tolerance_of(optimizer)
         self.steps: list[StepNorm] = []
         self.are_judged = False
 
     def add(
-        self,
-        optimizer: Any,
-        norm: Tensor,
-        scale: Tensor,
-        is_scaled: bool,
-        limit: float | None,
-        may_guess: bool,
-        is_unread: bool,
+        self, norm: Tensor, scale: Tensor, is_scaled: bool, limit: float | None, may_guess: bool
     ) -> None:
-        """Add the norm of a step, unless nothing can be said about it.
-
-        `is_unread`: the program has not seen unscaled gradients, so it cannot have clipped them.
-        """
-        tolerance = tolerance_of(optimizer)
-        may_guess = may_guess and (is_unread or tolerance.is_fine)
-        if may_guess or limit is not None:
-            copies = copied_to_host(norm), copied_to_host(scale)
-            self.steps.append(StepNorm(*copies, is_scaled, limit, tolerance, may_guess))
+        """Start copying the norm of a step to the host, with what is to be known about it."""
+        copies = copied_to_host(norm), copied_to_host(scale)
+        self.steps.append(StepNorm(*copies, is_scaled, limit, may_guess))
 
     @property
     def is_waiting(self) -> bool:
@@ -100,7 +87,7 @@ class FirstNorms:
             return None
         self.are_judged = True
         (norm, scale), *_ = arrived
-        limit, tolerance = self.steps[0].limit, self.steps[0].tolerance
+        limit, tolerance = self.steps[0].limit, self.tolerance
         found = [] if limit is None else [(texts.CLIPPED_TWICE, limit)]
         if all(step.may_guess for step in self.steps):
             # Gradients that have the same round norm in each step were clipped to it.

@@ -341,15 +341,18 @@ class Watch:
         may_guess = scaler._has_scaled and not self._is_read_while_scaled
         if limit is None and not may_guess:
             return
-        norms, scale = self._norms.setdefault(id(optimizer), FirstNorms()), scaler._scale
-        if norms.are_judged:
+        norms, scale = self._norms.get(id(optimizer)), scaler._scale
+        if norms is None:
+            norms = self._norms[id(optimizer)] = FirstNorms(optimizer)
+        # A program that has seen unscaled gradients may have clipped them.
+        may_guess = may_guess and (state.get("is_unread", False) or norms.tolerance.is_fine)
+        if norms.are_judged or (limit is None and not may_guess):
             return
         found = list(inspection.total_norms.values())
         if len(found) == 1 and len(norms.steps) < STEPS_WATCHED:
             (norm,) = found
             if has_number(norm) and has_number(scale):
-                is_unread = state.get("is_unread", False)
-                norms.add(optimizer, norm, scale, inspection.is_scaled, limit, may_guess, is_unread)
+                norms.add(norm, scale, inspection.is_scaled, limit, may_guess)
                 self.is_done = False
 
     def _report(self) -> None:

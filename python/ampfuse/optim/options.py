@@ -1,13 +1,12 @@
 """The options of parameter groups, and their checks."""
 
-from difflib import get_close_matches
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampfuse._arguments import described, is_flag
+from ampfuse._arguments import described, is_flag, suggestion
 from ampfuse._warning import warn_caller
 from ampfuse.optim._rule import Rule
 
@@ -76,11 +75,9 @@ def warn_of_misspelled(rule: Rule, group: dict[str, Any]) -> None:
     for key in group.keys() - known:
         # A key that has an option's name in it is one of a program that schedules this option.
         others = [name for name in known if f"_{name}_" not in f"_{key}_"]
-        meant = get_close_matches(str(key), others, n=1, cutoff=0.85)
-        if key == "max_norm":  # torch's name in clipping functions
-            meant = ["max_grad_norm"]
-        if meant:
-            warn_caller(f"{rule.name}: {key} is no option of a group; did you mean {meant[0]!r}?")
+        likeness = 0.6 if key == "max_norm" else 0.85  # torch's name in clipping functions
+        if hint := suggestion(str(key), others, likeness):
+            warn_caller(f"{rule.name}: {key} is no option of a group{hint}")
 
 
 def check_initial(rule: Rule, options: dict[str, Any]) -> None:

@@ -102,12 +102,17 @@ def may_skip_on_device(optimizer: Any, args: Any, kwargs: Any) -> bool:
     )
 
 
-def _traced_plain_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
-    if is_ours(optimizer):
-        optimizer._traced.begin()
-        if optimizer._traced.has_scheduler:  # the compiler does not trace its wrapper of step
-            return type(optimizer).step(optimizer, *args, **kwargs)
+def _go_around_scheduler(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    if optimizer._traced.has_scheduler:  # the compiler does not trace its wrapper of step
+        return type(optimizer).step(optimizer, *args, **kwargs)
     return optimizer.step(*args, **kwargs)
+
+
+def _traced_plain_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    if not is_ours(optimizer):
+        return optimizer.step(*args, **kwargs)
+    optimizer._traced.begin()
+    return _go_around_scheduler(optimizer, args, kwargs)
 
 
 @traced_as(_traced_plain_step)
@@ -123,7 +128,7 @@ def _traced_step(optimizer: Any, signals: Signals, args: Any, kwargs: Any) -> An
     traced.begin()
     slot.signals = signals if traced.steps_alone and not args else drop_norms(signals)
     try:
-        return _traced_plain_step(optimizer, args, kwargs)
+        return _go_around_scheduler(optimizer, args, kwargs)
     finally:
         slot.signals = None
 
