@@ -3,7 +3,6 @@
 torch.compile does not trace the methods of torch's class, so all that a step needs is here.
 """
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from ampfuse import ops
 from ampfuse._graphs import at_compile_time, eager_only, make_static, traced_as
-from ampfuse._host_copy import number_in
+from ampfuse.amp._products import flag_without_inverse
 from ampfuse.amp._reports import ReportingScaler
 from ampfuse.amp._snapshot import ScalerSnapshot
 from ampfuse.gradients.backward_norms import BackwardNorms
@@ -26,11 +25,7 @@ from ampfuse.gradients.inspection import (
     norm_or_refuse,
     unscaled_norm,
 )
-from ampfuse.gradients.mistakes import (
-    LARGEST_SCALE_WITHOUT_INVERSE,
-    has_new_gradients,
-    has_number,
-)
+from ampfuse.gradients.mistakes import has_new_gradients
 from ampfuse.gradients.signals import Signals
 from ampfuse.optim.stepping import step_with
 
@@ -381,38 +376,3 @@ class DeviceScaler(ReportingScaler):
         if "outlier" in optimizer_state:
             flags.append(optimizer_state["outlier"])
         return None if largest(flags).item() else optimizer.step(*args, **kwargs)
-
-
-def _divided_flag(scale: Tensor) -> Tensor:
-    return LARGEST_SCALE_WITHOUT_INVERSE // scale  # non-zero for exactly these scales
-
-
-@traced_as(_divided_flag)
-def flag_without_inverse(scale: Tensor) -> Tensor:
-    """Return a flag that is not 0 if the scale has no finite inverse.
-
-    Such a scale counts as an overflow, whatever the gradients are. A CPU's scale is read at once,
-    since a division takes a twentieth of a small step.
-    """
-    if not scale.is_cpu or not has_number(scale):
-        return _divided_flag(scale)
-    return torch.full_like(scale, number_in(scale) <= LARGEST_SCALE_WITHOUT_INVERSE)
-
-
-def scaled(outputs: Any, scale_on: Callable[[torch.device], Tensor]) -> Any:
-    """Return a tensor, or an iterable of tensors, scaled; lists and tuples keep their type.
-
-    torch's scaler copies the scale to other devices without waiting. That is wrong for a CPU, which
-    reads the copy at once, perhaps before it has arrived.
-    """
-    if isinstance(outputs, Tensor):
-        return outputs * scale_on(outputs.device)
-    # A Sequential and other modules are iterable, too.
-    if isinstance(outputs, torch.nn.Module) or not isinstance(outputs, Iterable):
-        remedy = ": pass the loss itself, not loss.item()" if isinstance(outputs, float) else ""
-        raise ValueError(
-            "outputs must be a Tensor or an iterable of Tensors, got "
-            f"{type(outputs).__name__}{remedy}"
-        )
-    each = (scaled(output, scale_on) for output in outputs)
-    return type(outputs)(each) if isinstance(outputs, (list, tuple)) else each

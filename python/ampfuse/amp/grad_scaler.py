@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 from ampfuse._arguments import checked_count
 from ampfuse._graphs import eager_only, groups_of
 from ampfuse._warning import warn_if_no_gpu
-from ampfuse.amp._device_scaler import DeviceScaler, scaled
+from ampfuse.amp._device_scaler import DeviceScaler
 from ampfuse.amp._history import ScalerHistory
 from ampfuse.amp._policy import Policy, checked_device, checked_scale, torchs_options
+from ampfuse.amp._products import scaled
 from ampfuse.amp.gate import Gate
 from ampfuse.clip_grad import clip_grad_norm_, clip_grads_with_norm_
 from ampfuse.gradients.inspection import Inspection, norm_for
