@@ -16,25 +16,28 @@ double value_or(const std::optional<at::Tensor>& scalar, double otherwise) {
 // Increments the step count of every tensor. Most counts equal the one before: these share one
 // computation. A tensor without a count has a step that does not depend on it.
 template <typename Rule>
-std::vector<typename Rule::template Step<double>> count_steps(
-    const std::vector<StepTensor>& tensors, const typename Rule::Options& options, double lr) {
-  std::vector<typename Rule::template Step<double>> steps(tensors.size());
+std::vector<ChunkStep<Rule>> count_steps(const std::vector<StepTensor>& tensors,
+                                         const typename Rule::Options& options, double lr) {
+  std::vector<ChunkStep<Rule>> steps(tensors.size());
   float last = 0;
   for (size_t t = 0; t < tensors.size(); ++t) {
     // Each count is a tensor with a cache line of its own, which the hardware does not prefetch.
     if (t + 8 < tensors.size()) __builtin_prefetch(tensors[t + 8].step);
     const float count = tensors[t].step == nullptr ? 1 : *tensors[t].step += 1;
-    steps[t] =
-        t > 0 && count == last ? steps[t - 1] : Rule::template step<double>(options, lr, count);
+    steps[t].of_rule = t > 0 && count == last ? steps[t - 1].of_rule
+                                              : Rule::template step<double>(options, lr, count);
+    steps[t].count = static_cast<uint32_t>(count);
+    steps[t].first_index = tensors[t].first_index;
     last = count;
   }
   return steps;
 }
 
 StepSpans spans_of(const StepTensor& tensor, int64_t offset) {
-  const auto& [param, grad, state, master] = tensor.dtypes;
-  const std::array<at::ScalarType, math::kMostColumns> dtypes = {param, grad,  master,
-                                                                 state, state, state};
+  const auto& [param, grad, state, master, ema] = tensor.dtypes;
+  const at::ScalarType later = state == at::kChar ? at::kByte : state;  // moments after the first
+  const std::array<at::ScalarType, math::kMostColumns> dtypes = {
+      param, grad, master, state, later, later, at::kBFloat16, at::kBFloat16, ema};
   StepSpans spans;
   for (int c = 0; c < math::kMostColumns; ++c) {
     if (tensor.data[c] != nullptr) spans[c] = {tensor.data[c], dtypes[c]};
@@ -74,12 +77,13 @@ void fused_step(const FusedRuleArguments<Rule>& arguments, const StepChunk& step
   for (const StepTensor& tensor : tensors) {
     params.push_back({tensor.data[math::kParam], tensor.size, tensor.dtypes.param});
   }
-  const ChunkStep<Rule> of_chunks = {arguments.options, arguments.rule_options, arguments.moments,
-                                     gradients.factor};
+  const CallStep<Rule> of_call = {arguments.options, arguments.rule_options, arguments.moments,
+                                  gradients.factor};
   Chunks(std::move(params)).parallel_for([&](const Chunk& chunk) {
     if (chunk.offset == 0 && chunk.tensor + 1 < tensors.size()) prefetch(tensors[chunk.tensor + 1]);
-    step_chunk(spans_of(tensors[chunk.tensor], chunk.offset), chunk.size, of_chunks,
-               steps[chunk.tensor]);
+    ChunkStep<Rule> of_chunk = steps[chunk.tensor];
+    of_chunk.first_index += chunk.offset;
+    step_chunk(spans_of(tensors[chunk.tensor], chunk.offset), chunk.size, of_call, of_chunk);
   });
   all.write_back();
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../ops/fused_step_tensors.h"
+#include "../tensors/float_dtypes.h"
 #include "fused_step.cuh"
 
 namespace ampfuse {
@@ -36,8 +37,9 @@ template <typename Rule, typename param_t, typename grad_t, typename state_t, Ma
 void dispatch_moments(int moments, const Run& run) {
   const auto try_count = [&]<int kCount>() {
     // Without moments there is no dtype of moments, so the kernel exists for one of them only.
-    using used_t = std::conditional_t<kCount == 0, grad_t, state_t>;
-    if (kCount == moments) {
+    using used_t = std::conditional_t<kCount == 0, float, state_t>;
+    if constexpr (!std::is_same_v<used_t, int8_t> || kCount <= math::kMostCodedMoments) {
+      if (kCount != moments) return;
       run.template operator()<StepTypes<Rule, param_t, grad_t, used_t, kMaster, kCount>>();
     }
   };
@@ -46,31 +48,53 @@ void dispatch_moments(int moments, const Run& run) {
   }(std::make_index_sequence<std::size(Rule::kCounts)>());
 }
 
+/// True if the step of these tensors is extended (StepTypes).
+inline bool is_extended(const StepDtypes& dtypes, bool round_at_random) {
+  const bool rounds =
+      round_at_random && is_16bit(dtypes.param) && dtypes.master == at::ScalarType::Undefined;
+  return rounds || dtypes.state == at::kChar || dtypes.ema != at::ScalarType::Undefined;
+}
+
+inline NumberType number_type(at::ScalarType dtype) {
+  if (dtype == at::ScalarType::Undefined) return NumberType::kNone;
+  if (dtype == at::kHalf) return NumberType::kHalf;
+  return dtype == at::kBFloat16 ? NumberType::kBFloat16 : NumberType::kWide;
+}
+
 template <typename Rule, typename param_t, Master kMaster, typename Run>
-void dispatch_grad_and_state(const StepDtypes& dtypes, int moments, const Run& run) {
-  const auto with_state = [&]<typename grad_t>() {
-    dtypes.state == at::kBFloat16
-        ? dispatch_moments<Rule, param_t, grad_t, c10::BFloat16, kMaster>(moments, run)
-        : dispatch_moments<Rule, param_t, grad_t, float, kMaster>(moments, run);
+void dispatch_grad_and_state(const StepDtypes& dtypes, bool is_extended, int moments,
+                             const Run& run) {
+  const auto with_grad = [&]<typename grad_t>() {
+    if (dtypes.state == at::kBFloat16) {
+      return dispatch_moments<Rule, param_t, grad_t, c10::BFloat16, kMaster>(moments, run);
+    }
+    if constexpr (std::is_same_v<grad_t, AnyType>) {
+      if (dtypes.state == at::kChar) {
+        return dispatch_moments<Rule, param_t, grad_t, int8_t, kMaster>(moments, run);
+      }
+    }
+    dispatch_moments<Rule, param_t, grad_t, float, kMaster>(moments, run);
   };
+  if (is_extended) return with_grad.template operator()<AnyType>();
   switch (dtypes.grad) {
     case at::kHalf:
-      return with_state.template operator()<c10::Half>();
+      return with_grad.template operator()<c10::Half>();
     case at::kBFloat16:
-      return with_state.template operator()<c10::BFloat16>();
+      return with_grad.template operator()<c10::BFloat16>();
     default:
-      return with_state.template operator()<float>();
+      return with_grad.template operator()<float>();
   }
 }
 
 /// Calls run.operator()<StepTypes<…>>() for dtypes whose arithmetic is in acc_t.
 template <typename Rule, typename acc_t, typename Run>
-void dispatch_step(const StepDtypes& dtypes, int moments, const Run& run) {
+void dispatch_step(const StepDtypes& dtypes, bool is_extended, int moments, const Run& run) {
   if constexpr (std::is_same_v<acc_t, double>) {
-    dispatch_moments<Rule, double, double, double, Master::kNone>(moments, run);
+    is_extended ? dispatch_moments<Rule, double, AnyType, double, Master::kNone>(moments, run)
+                : dispatch_moments<Rule, double, double, double, Master::kNone>(moments, run);
   } else {
     const auto as = [&]<typename param_t, Master kMaster>() {
-      dispatch_grad_and_state<Rule, param_t, kMaster>(dtypes, moments, run);
+      dispatch_grad_and_state<Rule, param_t, kMaster>(dtypes, is_extended, moments, run);
     };
     if (dtypes.param == at::kFloat) return as.template operator()<float, Master::kNone>();
     const bool is_fp16 = dtypes.param == at::kHalf;

@@ -36,7 +36,7 @@ template <typename Rule, typename acc_t>
 class PlanMemory {
  public:
   PlanMemory(size_t tensors, c10::Device device) {
-    using Step = typename Rule::template Step<acc_t>;
+    using Step = math::TensorStep<typename Rule::template Step<acc_t>>;
     const size_t bytes = tensors * sizeof(Step) + sizeof(acc_t) + sizeof(bool);
     bytes_ = at::empty({static_cast<int64_t>(bytes)},
                        at::TensorOptions().device(device).dtype(at::kByte));
@@ -63,7 +63,9 @@ void launch_prepare(const LaunchStream& stream, const FusedRuleArguments<Rule>& 
     first += table.count;
   });
   for (const StepDtypeGroup& group : groups) {
-    for (const StepTensor& tensor : group.tensors) builder.add({tensor.step}, 1);
+    for (const StepTensor& tensor : group.tensors) {
+      builder.add({tensor.step, reinterpret_cast<void*>(tensor.first_index)}, 1);
+    }
   }
   builder.flush();
 }
@@ -74,16 +76,16 @@ void launch_update(const LaunchStream& stream, const FusedRuleArguments<Rule>& a
                    const StepPlan<Rule, typename Types::acc_t>& plan) {
   const typename Rule::template Constants<typename Types::acc_t> constants(arguments.rule_options);
   using Table = StepTable<Rule>;
-  auto builder = build_tables<Table>([&](const Table& table) {
-    stream.launch(fused_step_kernel<Types>, table.chunks(), table, first, plan, arguments.options,
-                  constants);
-    first += table.count;
-  });
-  for (const StepTensor& tensor : tensors) {
-    std::array<void*, Table::kColumns> data;
-    std::copy_n(tensor.data.begin(), data.size(), data.begin());
-    builder.add(data, tensor.size);
-  }
+  const ExtendedTypes types = {number_type(tensors[0].dtypes.grad),
+                               number_type(tensors[0].dtypes.ema)};
+  auto builder = build_tables<Table>(
+      [&](const Table& table) {
+        stream.launch(fused_step_kernel<Types>, table.chunks(), table, first, plan,
+                      arguments.options, types, constants);
+        first += table.count;
+      },
+      Types::kIsExtended ? math::kMostColumns : Table::kColumns);
+  for (const StepTensor& tensor : tensors) builder.add_columns(tensor.data.data(), tensor.size);
   builder.flush();
 }
 
@@ -98,7 +100,8 @@ void launch_groups(const LaunchStream& stream, const FusedRuleArguments<Rule>& a
   launch_prepare(stream, arguments, groups, memory.plan);
   int64_t first = 0;
   for (const StepDtypeGroup& group : groups) {
-    dispatch_step<Rule, acc_t>(group.dtypes, arguments.moments, [&]<typename Types>() {
+    const bool extended = is_extended(group.dtypes, arguments.options.round_at_random);
+    dispatch_step<Rule, acc_t>(group.dtypes, extended, arguments.moments, [&]<typename Types>() {
       launch_update<Types>(stream, arguments, group.tensors, first, memory.plan);
     });
     first += static_cast<int64_t>(group.tensors.size());

@@ -7,6 +7,7 @@
 // size and one launch serves any number of elements.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -21,8 +22,8 @@ namespace ampfuse {
 inline constexpr size_t kMaxArgumentBytes = 32764;
 inline constexpr size_t kOtherArgumentBytes = 256;
 
-// A table of `kColumns` pointers per tensor. All columns of a tensor have the same number of
-// elements, which are cut into chunks of `kChunk`.
+// A table of pointers, `columns` per tensor: kColumns, or more in a table of fewer tensors. All
+// columns of a tensor have the same number of elements, which are cut into chunks of `kChunk`.
 template <int kColumnCount, int kChunkSize>
 struct TensorTable {
   static constexpr int kColumns = kColumnCount;
@@ -30,15 +31,19 @@ struct TensorTable {
   static_assert(kChunk < 65536, "the size of a chunk must fit in 16 bits");
 
   // A tensor takes its pointers, 4 bytes of prefix sum and 2 bytes of rest. 16 bytes are reserved
-  // for the count and the alignment.
+  // for both counts and the alignment.
   static constexpr int kCapacity =
       static_cast<int>((kMaxArgumentBytes - kOtherArgumentBytes - 16) / (kColumns * 8 + 6));
 
-  void* data[kColumns][kCapacity];
+  void* data[kColumns * kCapacity];  // those of tensor t begin at t * columns
   uint32_t chunks_until[kCapacity];  // total number of chunks of tensors 0 to i, including i
   uint16_t rest[kCapacity];          // number of elements in the last chunk of tensor i
   uint16_t count;
+  uint16_t columns;
 
+  AMPFUSE_HOST_DEVICE void* at(int column, int tensor) const {
+    return data[tensor * columns + column];
+  }
   AMPFUSE_HOST_DEVICE uint32_t chunks() const { return count == 0 ? 0 : chunks_until[count - 1]; }
 };
 
@@ -53,7 +58,7 @@ struct TableChunk {
 // Returns a pointer to a chunk's elements in one of the tensor's columns.
 template <typename T, typename Table>
 AMPFUSE_HOST_DEVICE T* chunk_data(const Table& table, int column, const TableChunk& chunk) {
-  return static_cast<T*>(table.data[column][chunk.tensor]) + chunk.number * Table::kChunk;
+  return static_cast<T*>(table.at(column, chunk.tensor)) + chunk.number * Table::kChunk;
 }
 
 template <typename Table>
@@ -94,16 +99,25 @@ __device__ __forceinline__ void for_each_chunk(const Table& table, Visit visit) 
 template <typename Table, typename Launch>
 class TableBuilder {
  public:
-  explicit TableBuilder(Launch launch) : launch_(launch) { table_.count = 0; }
+  explicit TableBuilder(Launch launch, int columns)
+      : launch_(launch),
+        capacity_(std::min(Table::kCapacity, Table::kCapacity * Table::kColumns / columns)) {
+    table_.count = 0;
+    table_.columns = static_cast<uint16_t>(columns);
+  }
 
-  // Adds a tensor. A tensor without elements gets one empty chunk, so that kernels need no special
-  // case for it.
   void add(const std::array<void*, Table::kColumns>& data, int64_t numel) {
+    add_columns(data.data(), numel);
+  }
+
+  // Adds a tensor with the table's columns. A tensor without elements gets one empty chunk, so that
+  // kernels need no special case for it.
+  void add_columns(void* const* data, int64_t numel) {
     const int64_t chunks = numel == 0 ? 1 : (numel + Table::kChunk - 1) / Table::kChunk;
     // A table counts chunks in 32 bits, enough for 2⁴⁵ elements in chunks of 8192.
-    if (table_.count == Table::kCapacity || table_.chunks() + chunks > UINT32_MAX) flush();
+    if (table_.count == capacity_ || table_.chunks() + chunks > UINT32_MAX) flush();
     const int i = table_.count;
-    for (int c = 0; c < Table::kColumns; ++c) table_.data[c][i] = data[c];
+    std::copy_n(data, table_.columns, table_.data + i * table_.columns);
     table_.chunks_until[i] = static_cast<uint32_t>(table_.chunks() + chunks);
     table_.rest[i] = static_cast<uint16_t>(numel - (chunks - 1) * Table::kChunk);
     ++table_.count;
@@ -118,11 +132,12 @@ class TableBuilder {
  private:
   Table table_;
   Launch launch_;
+  int capacity_;
 };
 
 template <typename Table, typename Launch>
-TableBuilder<Table, Launch> build_tables(Launch launch) {
-  return TableBuilder<Table, Launch>(launch);
+TableBuilder<Table, Launch> build_tables(Launch launch, int columns = Table::kColumns) {
+  return TableBuilder<Table, Launch>(launch, columns);
 }
 
 }  // namespace ampfuse

@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_partial(const NormTable& table, const Tabl
                                               int64_t slot, math::NormPartial partial,
                                               math::NormPartial* partials) {
   partials[slot] = partial;
-  if (at.number == 0) *static_cast<NormRange*>(table.data[1][at.tensor]) = {slot, at.chunks};
+  if (at.number == 0) *static_cast<NormRange*>(table.at(1, at.tensor)) = {slot, at.chunks};
 }
 
 // `slots_before` is the number of partials from earlier launches. `finished` is set to 0 for the

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 #include "lane.h"
 #include "multi_tensor_clip.h"
@@ -23,11 +24,26 @@ namespace ampfuse::math {
 // The tensor lists that a step reads or writes; kernels see them as columns of a table. kMaster is
 // used if the parameter is a 16-bit copy of the number that is stepped. It holds that number in
 // fp32, or the 16 bits that the parameter lacks (split_float.h). kFirstMoment is the first column
-// of the rule's moments.
-enum StepColumn { kParam, kGrad, kMaster, kFirstMoment };
-
+// of the rule's moments. Moments in 8 bits have units in the columns from kFirstUnit on
+// (coded_moment.h). kEma is an exponential average of the number that is stepped.
 inline constexpr int kMostMoments = 3;
-inline constexpr int kMostColumns = kFirstMoment + kMostMoments;
+inline constexpr int kMostCodedMoments = 2;
+enum StepColumn {
+  kParam,
+  kGrad,
+  kMaster,
+  kFirstMoment,
+  kFirstUnit = kFirstMoment + kMostMoments,
+  kEma = kFirstUnit + kMostCodedMoments,
+  kMostColumns
+};
+
+constexpr bool is_moment(int column) {
+  return column >= kFirstMoment && column < kFirstUnit;
+}
+constexpr bool is_unit(int column) {
+  return column >= kFirstUnit && column < kEma;
+}
 
 template <typename Rule>
 inline constexpr int kColumnsOf = kFirstMoment + Rule::kMoments;
@@ -45,8 +61,28 @@ inline constexpr bool kIsRule = [] {
 struct StepOptions {
   bool maximize;
   bool write_back_grads;
-  bool adopt_params;  // if other code wrote to a parameter, its master takes the new value
+  bool adopt_params;     // if other code wrote to a parameter, its master takes the new value
+  bool round_at_random;  // 16-bit parameters without a master (stochastic_rounding.h)
+  uint64_t seed;         // of random numbers
+  double ema_weight;     // of the new parameters in their average: 1 - decay
 };
+
+// A rule's step of one tensor, and what its elements need besides.
+template <typename Step>
+struct TensorStep {
+  Step of_rule = {};
+  uint32_t count = 0;       // the number of this step; the first is 1
+  int64_t first_index = 0;  // the first element's index among all elements of the model
+};
+
+// Returns the exponential average after a step to x, which has this weight in it. The first step
+// sets it, as torch's AveragedModel does. Like torch's lerp, it starts from the nearer end.
+template <typename V, typename acc_t>
+AMPFUSE_HOST_DEVICE V averaged(V average, V x, acc_t weight, uint32_t count) {
+  if (count == 1) return x;
+  return weight <= acc_t(0.5) ? Lane<V>::multiply_add(V(weight), x - average, average)
+                              : Lane<V>::multiply_add(V(1 - weight), average - x, x);
+}
 
 // One element of a parameter, or a vector register of them, with its moments.
 template <typename V, int kCount>

@@ -1,10 +1,10 @@
 #include "fused_adam.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ampfuse/fused_adam.h>
 
 #include <cmath>
 
+#include "fused_step_call.h"
 #include "fused_step_kernels.h"
 
 namespace ampfuse {
@@ -34,23 +34,18 @@ FusedAdamArguments fused_adam_arguments(const NamedArguments& named) {
 }
 
 void fused_adam(const FusedAdamTensors& tensors, const FusedAdamOptions& options) {
-  const auto find = [](const char* overload) {
-    return c10::Dispatcher::singleton()
-        .findSchemaOrThrow("ampfuse::fused_adam", overload)
-        .typed<void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                    at::TensorList, at::TensorList, const at::Tensor&, double, double, double,
-                    double, bool, bool, bool, const std::optional<at::Tensor>&,
-                    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                    std::optional<double>, const std::optional<at::Tensor>&, bool)>();
-  };
-  static const auto read_grads = find("");
-  static const auto write_back_grads = find(kWriteBackGrads);
-  (options.write_back_grads ? write_back_grads : read_grads)
-      .call(tensors.params, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs,
-            tensors.max_exp_avg_sqs, tensors.state_steps, tensors.masters, options.lr,
-            options.beta1, options.beta2, options.weight_decay, options.eps, options.amsgrad,
-            options.maximize, options.decoupled_weight_decay, options.grad_scale, options.found_inf,
-            options.total_norm, options.max_norm, options.grad_norm, options.adopt_params);
+  call_fused_step("fused_adam", tensors, options,
+                  {
+                      {"exp_avgs", tensors.exp_avgs},
+                      {"exp_avg_sqs", tensors.exp_avg_sqs},
+                      {"max_exp_avg_sqs", tensors.max_exp_avg_sqs},
+                      {"beta1", options.beta1},
+                      {"beta2", options.beta2},
+                      {"weight_decay", options.weight_decay},
+                      {"eps", options.eps},
+                      {"amsgrad", options.amsgrad},
+                      {"decoupled_weight_decay", options.decoupled_weight_decay},
+                  });
 }
 
 AMPFUSE_OPERATORS(m) {

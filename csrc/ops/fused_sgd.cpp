@@ -1,10 +1,10 @@
 #include "fused_sgd.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ampfuse/fused_sgd.h>
 
 #include <cmath>
 
+#include "fused_step_call.h"
 #include "fused_step_kernels.h"
 
 namespace ampfuse {
@@ -33,22 +33,14 @@ FusedSgdArguments fused_sgd_arguments(const NamedArguments& named) {
 }
 
 void fused_sgd(const FusedSgdTensors& tensors, const FusedSgdOptions& options) {
-  const auto find = [](const char* overload) {
-    return c10::Dispatcher::singleton()
-        .findSchemaOrThrow("ampfuse::fused_sgd", overload)
-        .typed<void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                    const at::Tensor&, double, double, double, bool, bool,
-                    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                    const std::optional<at::Tensor>&, std::optional<double>,
-                    const std::optional<at::Tensor>&, bool)>();
-  };
-  static const auto read_grads = find("");
-  static const auto write_back_grads = find(kWriteBackGrads);
-  (options.write_back_grads ? write_back_grads : read_grads)
-      .call(tensors.params, tensors.grads, tensors.momentum_buffers, tensors.state_steps,
-            tensors.masters, options.lr, options.momentum, options.dampening, options.weight_decay,
-            options.nesterov, options.maximize, options.grad_scale, options.found_inf,
-            options.total_norm, options.max_norm, options.grad_norm, options.adopt_params);
+  call_fused_step("fused_sgd", tensors, options,
+                  {
+                      {"momentum_buffers", tensors.momentum_buffers},
+                      {"momentum", options.momentum},
+                      {"dampening", options.dampening},
+                      {"weight_decay", options.weight_decay},
+                      {"nesterov", options.nesterov},
+                  });
 }
 
 AMPFUSE_OPERATORS(m) {

@@ -22,10 +22,17 @@ const char* wanted_dtype(int column, at::ScalarType param, at::ScalarType dtype)
       if (!is_16bit(param)) return "no master, since the parameter is not 16-bit";
       if (dtype == at::kFloat || (dtype == at::kShort && param == at::kBFloat16)) return "";
       return param == at::kBFloat16 ? "float32, or int16 for remainders" : "float32";
-    default:
+    default:  // moments and averages
       if (param == at::kDouble) return dtype == at::kDouble ? "" : "float64, as the parameter is";
       return dtype == at::kFloat || dtype == at::kBFloat16 ? "" : "float32 or bfloat16";
   }
+}
+
+// The same for moments in 8 bits.
+const char* wanted_code(int column, at::ScalarType param, at::ScalarType dtype) {
+  if (param == at::kDouble) return "no 8-bit moment, since the parameter is float64";
+  if (column == math::kFirstMoment) return dtype == at::kChar ? "" : "int8, a code with a unit";
+  return dtype == at::kByte ? "" : "uint8, a code with a unit";
 }
 
 bool same_shape(const at::Tensor& a, const at::Tensor& b) {
@@ -41,7 +48,9 @@ void check_column(const FusedStepArguments& arguments, int column, size_t t) {
   check_strided(op, name, t, tensor);
   const at::Tensor& param = arguments.tensor(math::kParam, t);
   check_device(op, name, t, tensor, "params", arguments.tensor(math::kParam, 0));
-  const char* wanted = wanted_dtype(column, param.scalar_type(), tensor.scalar_type());
+  const auto wanted_of =
+      arguments.is_coded() && math::is_moment(column) ? wanted_code : wanted_dtype;
+  const char* wanted = wanted_of(column, param.scalar_type(), tensor.scalar_type());
   TORCH_CHECK_TYPE(*wanted == 0, op, ": ", name, "[", t, "]: expected ", wanted, ", got ",
                    dtype_name(tensor.scalar_type()));
   TORCH_CHECK_VALUE(same_shape(tensor, param), op, ": ", name, "[", t, "]: expected shape ",
@@ -49,9 +58,26 @@ void check_column(const FusedStepArguments& arguments, int column, size_t t) {
   if (arguments.is_written(column)) check_no_overlap(op, name, t, tensor);
 }
 
+void check_units(const FusedStepArguments& arguments, int column, size_t t) {
+  const char* op = arguments.names->op;
+  const size_t index = (column - math::kFirstUnit) * arguments.count() + t;
+  const at::Tensor& units = arguments.tensor(column, t);
+  const at::Tensor& param = arguments.tensor(math::kParam, t);
+  check_strided(op, "units", index, units);
+  check_device(op, "units", index, units, "params", arguments.tensor(math::kParam, 0));
+  TORCH_CHECK_TYPE(units.scalar_type() == at::kBFloat16, op, ": units[", index,
+                   "]: expected bfloat16, got ", dtype_name(units.scalar_type()));
+  const auto expected = number_of_units(param.sym_numel());
+  TORCH_CHECK_VALUE(units.dim() == 1 && units.sym_numel() == expected && units.is_contiguous(), op,
+                    ": units[", index, "]: expected a contiguous tensor of shape [", expected,
+                    "], one number for each ", math::kCodeGroup, " elements of params[", t,
+                    "], got shape ", units.sym_sizes());
+}
+
 // Kernels have one template parameter for the dtype of all moments of a tensor.
 void check_moments_alike(const FusedStepArguments& arguments, size_t t) {
-  for (int column = math::kFirstMoment + 1; column < math::kMostColumns; ++column) {
+  if (arguments.is_coded()) return;
+  for (int column = math::kFirstMoment + 1; math::is_moment(column); ++column) {
     if (!arguments.has(column)) continue;
     const at::ScalarType dtype = arguments.tensor(math::kFirstMoment, t).scalar_type();
     TORCH_CHECK_TYPE(arguments.tensor(column, t).scalar_type() == dtype, arguments.names->op, ": ",
@@ -82,12 +108,32 @@ void check_lengths(const FusedStepArguments& arguments, int moments) {
         is_there ? " tensors, one for each of params, got " : " tensors, got ", list.size());
   };
   check("grads", arguments.columns[math::kGrad], true);
-  for (int column = math::kFirstMoment; column < math::kMostColumns; ++column) {
+  for (int column = math::kFirstMoment; math::is_moment(column); ++column) {
     const char* name = arguments.column_name(column);
     if (name) check(name, arguments.columns[column], column - math::kFirstMoment < moments);
   }
-  check("state_steps", arguments.state_steps, moments > 0);
+  const bool counts = moments > 0 || arguments.options.round_at_random || arguments.has(math::kEma);
+  check("state_steps", arguments.state_steps, counts);
   check("masters", arguments.columns[math::kMaster], arguments.has(math::kMaster));
+  check("ema_params", arguments.columns[math::kEma], arguments.has(math::kEma));
+  const size_t indices = arguments.first_indices.size();
+  TORCH_CHECK_VALUE(indices == 0 || indices == arguments.count(), arguments.names->op,
+                    ": first_indices: expected none, or ", arguments.count(),
+                    ", one for each of params, got ", indices);
+}
+
+// Reads the list of units: those of the first moments, then those of the second.
+void read_units(FusedStepArguments& arguments, TensorRefs units, int moments) {
+  if (units.empty()) return;
+  const char* op = arguments.names->op;
+  TORCH_CHECK_VALUE(moments <= math::kMostCodedMoments, op,
+                    ": units: expected none with amsgrad, which has no 8-bit moments");
+  const size_t count = arguments.count();
+  TORCH_CHECK_VALUE(units.size() == count * moments, op, ": units: expected ", count * moments,
+                    " tensors, one for each moment of each of params, got ", units.size());
+  for (int m = 0; m < moments; ++m) {
+    arguments.columns[math::kFirstUnit + m] = units.slice(m * count, count);
+  }
 }
 
 void check_scalars(const FusedStepArguments& arguments) {
@@ -110,6 +156,8 @@ void check_scalars(const FusedStepArguments& arguments) {
 
 const char* FusedStepArguments::column_name(int column) const {
   constexpr std::array<const char*, math::kFirstMoment> kNames = {"params", "grads", "masters"};
+  if (math::is_unit(column)) return "units";
+  if (column == math::kEma) return "ema_params";
   return column < math::kFirstMoment ? kNames[column] : names->moments[column - math::kFirstMoment];
 }
 
@@ -122,15 +170,24 @@ FusedStepArguments fused_step_arguments(const NamedArguments& named, const StepN
                                         int moments) {
   FusedStepArguments arguments = {};
   arguments.names = &names;
-  for (int column = 0; column < math::kMostColumns; ++column) {
+  for (int column = 0; column < math::kFirstUnit; ++column) {
     const char* name = arguments.column_name(column);
     if (name) arguments.columns[column] = named[name].toListRef();
   }
+  const auto optional_list = [&named](const char* name) {
+    return named[name].isNone() ? TensorRefs() : named[name].toListRef();
+  };
+  read_units(arguments, optional_list("units"), moments);
+  arguments.columns[math::kEma] = optional_list("ema_params");
+  arguments.first_indices = named["first_indices"].toListRef();
   arguments.state_steps = named["state_steps"].toListRef();
   arguments.lr = named.tensor("lr");
   arguments.options = {.maximize = named["maximize"].toBool(),
                        .write_back_grads = named.schema().overload_name() == kWriteBackGrads,
-                       .adopt_params = named["adopt_params"].toBool()};
+                       .adopt_params = named["adopt_params"].toBool(),
+                       .round_at_random = named["round_at_random"].toBool(),
+                       .seed = static_cast<uint64_t>(named["seed"].toInt()),
+                       .ema_weight = 1 - named["ema_decay"].toDouble()};
   arguments.grad_scale = named.optional_tensor("grad_scale");
   arguments.found_inf = named.optional_tensor("found_inf");
   arguments.total_norm = named.optional_tensor("total_norm");
@@ -144,6 +201,9 @@ FusedStepArguments fused_step_arguments(const NamedArguments& named, const StepN
   TORCH_CHECK_VALUE(!arguments.grad_norm || !arguments.grad_norm->is_same(*arguments.total_norm),
                     names.op, ": grad_norm: expected a tensor other than total_norm");
   arguments.max_norm = max_norm.value_or(0);
+  const double ema_decay = named["ema_decay"].toDouble();
+  check_step_number(names, "ema_decay", ema_decay, ema_decay >= 0 && ema_decay < 1,
+                    "0 <= ema_decay < 1");
   check_lengths(arguments, moments);
   check_scalars(arguments);
   return arguments;
@@ -152,10 +212,14 @@ FusedStepArguments fused_step_arguments(const NamedArguments& named, const StepN
 void check_step_tensor(const FusedStepArguments& arguments, size_t t) {
   // In the order of the schema, which has the masters last.
   for (const int column : {math::kParam, math::kGrad}) check_column(arguments, column, t);
-  for (int column = math::kFirstMoment; column < math::kMostColumns; ++column) {
+  for (int column = math::kFirstMoment; math::is_moment(column); ++column) {
     if (arguments.has(column)) check_column(arguments, column, t);
   }
   if (arguments.has(math::kMaster)) check_column(arguments, math::kMaster, t);
+  for (int column = math::kFirstUnit; math::is_unit(column); ++column) {
+    if (arguments.has(column)) check_units(arguments, column, t);
+  }
+  if (arguments.has(math::kEma)) check_column(arguments, math::kEma, t);
   check_moments_alike(arguments, t);
   if (arguments.has_steps()) check_state_step(arguments, t);
 }

@@ -7,6 +7,7 @@
 #include <array>
 #include <optional>
 
+#include "../math/coded_moment.h"
 #include "../math/fused_step.h"
 #include "named_values.h"
 
@@ -25,7 +26,8 @@ struct StepNames {
 struct FusedStepArguments {
   const StepNames* names;
   std::array<TensorRefs, math::kMostColumns> columns;  // an optional column may be empty
-  TensorRefs state_steps;                              // empty without moments
+  TensorRefs state_steps;                              // may be empty if nothing counts steps
+  c10::ArrayRef<c10::IValue> first_indices;            // empty: consecutive
   at::Tensor lr;
   math::StepOptions options;
   std::optional<at::Tensor> grad_scale;
@@ -37,6 +39,8 @@ struct FusedStepArguments {
   size_t count() const { return columns[math::kParam].size(); }
   bool has(int column) const { return !columns[column].empty(); }
   bool has_steps() const { return !state_steps.empty(); }
+  /// True if moments are in 8 bits.
+  bool is_coded() const { return has(math::kFirstUnit); }
   const at::Tensor& tensor(int column, size_t t) const { return columns[column][t].toTensor(); }
   const at::Tensor& step(size_t t) const { return state_steps[t].toTensor(); }
   bool is_written(int column) const { return column != math::kGrad || options.write_back_grads; }
@@ -59,6 +63,12 @@ FusedStepArguments fused_step_arguments(const NamedArguments& named, const StepN
 /// Throws a ValueError unless a number is in range, a text that says what is expected.
 void check_step_number(const StepNames& names, const char* name, double value, bool in_range,
                        const char* range);
+
+/// Returns the number of units of a coded moment with this many elements.
+template <typename Size>
+Size number_of_units(const Size& elements) {
+  return (elements + (math::kCodeGroup - 1)) / math::kCodeGroup;
+}
 
 /// Throws if the tensors at index `t` of the columns do not fit together.
 void check_step_tensor(const FusedStepArguments& arguments, size_t t);

@@ -21,7 +21,9 @@ inline void define_fused_step(torch::Library& library, const std::string& op,
     library.def((name + "(Tensor(a!)[] params, " + grads + "[] grads, " + moments +
                  "Tensor(f!)[] state_steps, Tensor(g!)[] masters, *, Tensor lr, " + options +
                  "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? total_norm=None, "
-                 "float? max_norm=None, Tensor(h!)? grad_norm=None, bool adopt_params=False) -> ()")
+                 "float? max_norm=None, Tensor(h!)? grad_norm=None, bool adopt_params=False, "
+                 "Tensor(i!)[]? units=None, Tensor(j!)[]? ema_params=None, float ema_decay=0, "
+                 "bool round_at_random=False, int seed=0, int[] first_indices=[]) -> ()")
                     .c_str(),
                 {at::Tag::pt2_compliant_tag});
   };

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty_strided.h>
 
+#include "../math/stochastic_rounding.h"
 #include "../tensors/each_tensor.h"
 #include "../tensors/tensor_list.h"
 
@@ -33,6 +34,20 @@ bool fits(const at::Tensor& tensor, const at::Tensor& param) {
          same_order(tensor, param) && is_aligned(tensor);
 }
 
+// Throws if the elements of a coded moment are in another order than the parameter's, or than those
+// of its dense copy. Groups of codes follow the memory, so a copy in the other order would give
+// them units of other groups.
+void check_code_order(const FusedStepArguments& arguments, int column, size_t t) {
+  const at::Tensor& param = arguments.tensor(math::kParam, t);
+  const at::Tensor& codes = arguments.tensor(column, t);
+  const bool is_dense = param.is_non_overlapping_and_dense();
+  TORCH_CHECK_VALUE(is_dense ? fits(codes, param) : codes.is_contiguous(), arguments.names->op,
+                    ": ", arguments.column_name(column), "[", t,
+                    "]: expected the strides of params[", t, "], ", param.sym_strides(), ", got ",
+                    codes.sym_strides(),
+                    "; 8-bit moments cannot follow a change of the memory format");
+}
+
 // Returns the tensor's own memory, or null if it has to be copied or is a lazy clone.
 void* own_data(const at::Tensor& tensor, const at::Tensor& param) {
   if (!fits(tensor, param) || is_lazy_clone(tensor)) return nullptr;
@@ -49,12 +64,14 @@ StepTensor described(const FusedStepArguments& arguments, size_t t) {
   StepTensor tensor = {};
   tensor.size = param.numel();
   tensor.dtypes = {dtype_of(math::kParam), dtype_of(math::kGrad), dtype_of(math::kFirstMoment),
-                   dtype_of(math::kMaster)};
+                   dtype_of(math::kMaster), dtype_of(math::kEma)};
   for (int column = 0; column < math::kMostColumns; ++column) {
     if (!arguments.has(column)) continue;
     check_memory(arguments.names->op, arguments.column_name(column), t,
                  arguments.tensor(column, t));
-    tensor.data[column] = own_data(arguments.tensor(column, t), param);
+    if (math::is_moment(column) && arguments.is_coded()) check_code_order(arguments, column, t);
+    const at::Tensor& own = arguments.tensor(column, t);
+    tensor.data[column] = own_data(own, math::is_unit(column) ? own : param);
   }
   if (arguments.has_steps()) {
     const at::Tensor& step = arguments.step(t);
@@ -90,7 +107,13 @@ StepTensors::StepTensors(const FusedStepArguments& arguments) : tensors_(argumen
         params[t] = written_storage(arguments.tensor(math::kParam, t));
         if (writes_grads) grads[t] = written_storage(arguments.tensor(math::kGrad, t));
       });
-  for (size_t t = 0; t < tensors_.size(); ++t) complete(arguments, t);
+  int64_t next_index = 0;
+  for (size_t t = 0; t < tensors_.size(); ++t) {
+    complete(arguments, t);
+    tensors_[t].first_index =
+        arguments.first_indices.empty() ? next_index : arguments.first_indices[t].toInt();
+    next_index = math::index_after(next_index, tensors_[t].size);
+  }
   check_column_disjoint(arguments, math::kParam, std::move(params));
   if (writes_grads) check_column_disjoint(arguments, math::kGrad, std::move(grads));
 }
@@ -110,8 +133,8 @@ void StepTensors::complete(const FusedStepArguments& arguments, size_t t) {
 }
 
 void* StepTensors::data(const FusedStepArguments& arguments, int column, size_t t) {
-  const at::Tensor& param = arguments.tensor(math::kParam, t);
   const at::Tensor& tensor = arguments.tensor(column, t);
+  const at::Tensor& param = math::is_unit(column) ? tensor : arguments.tensor(math::kParam, t);
   const bool is_written = arguments.is_written(column);
   if (fits(tensor, param)) return tensor.mutable_data_ptr();
   const at::Tensor copy =

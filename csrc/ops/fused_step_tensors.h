@@ -12,8 +12,9 @@ namespace ampfuse {
 struct StepDtypes {
   at::ScalarType param;
   at::ScalarType grad;
-  at::ScalarType state;  // of all moments
+  at::ScalarType state;  // of all moments; int8 if they are in 8 bits
   at::ScalarType master;
+  at::ScalarType ema;
 
   bool operator==(const StepDtypes&) const = default;
 };
@@ -23,7 +24,8 @@ struct StepTensor {
   std::array<void*, math::kMostColumns> data;  // null if the column is absent
   int64_t size;
   StepDtypes dtypes;
-  float* step;  // null if steps are not counted
+  float* step;          // null if steps are not counted
+  int64_t first_index;  // the first element's index among all elements of the model
 };
 
 /// The tensors at all indices of the lists, checked. Tensors with gaps, misaligned ones, and those

@@ -29,6 +29,26 @@ std::optional<c10::IValue> tensor_list(PyObject* object) {
   return tensors;
 }
 
+std::optional<int64_t> integer(PyObject* object) {
+  if (!PyLong_CheckExact(object)) return std::nullopt;
+  int overflow = 0;
+  const int64_t number = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow == 0 ? std::optional(number) : std::nullopt;
+}
+
+std::optional<c10::IValue> int_list(PyObject* object) {
+  if (!PyList_CheckExact(object) && !PyTuple_CheckExact(object)) return std::nullopt;
+  c10::List<int64_t> numbers;
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(object);
+  numbers.reserve(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const auto number = integer(PySequence_Fast_GET_ITEM(object, i));
+    if (!number) return std::nullopt;
+    numbers.push_back(*number);
+  }
+  return numbers;
+}
+
 // Returns an argument of this type, or nothing for types that only torch.ops converts.
 std::optional<c10::IValue> converted(PyObject* object, const c10::Type& type) {
   switch (type.kind()) {
@@ -36,7 +56,8 @@ std::optional<c10::IValue> converted(PyObject* object, const c10::Type& type) {
       if (is_tensor(object)) return THPVariable_Unpack(object);
       break;
     case c10::TypeKind::ListType:
-      return tensor_list(object);
+      return type.containedType(0)->kind() == c10::TypeKind::IntType ? int_list(object)
+                                                                     : tensor_list(object);
     case c10::TypeKind::FloatType:
       if (PyFloat_CheckExact(object)) return PyFloat_AS_DOUBLE(object);
       break;
@@ -44,11 +65,7 @@ std::optional<c10::IValue> converted(PyObject* object, const c10::Type& type) {
       if (PyBool_Check(object)) return object == Py_True;
       break;
     case c10::TypeKind::IntType:  // the type of a dtype, too
-      if (PyLong_CheckExact(object)) {
-        int overflow = 0;
-        const int64_t number = PyLong_AsLongLongAndOverflow(object, &overflow);
-        if (overflow == 0) return number;
-      }
+      if (const auto number = integer(object)) return *number;
       if (THPDtype_Check(object)) return reinterpret_cast<THPDtype*>(object)->scalar_type;
       break;
     case c10::TypeKind::StringType:

@@ -17,16 +17,17 @@
 #include <vector>
 
 // kUpperHalf is the bfloat16 of a parameter with a remainder, as bits; kRemainder its remainder.
-enum class Type { kHalf, kBFloat16, kFloat, kDouble, kUpperHalf, kRemainder };
+// kCode and kByte are the codes of a first and a second moment in 8 bits.
+enum class Type { kHalf, kBFloat16, kFloat, kDouble, kUpperHalf, kRemainder, kCode, kByte };
 inline constexpr Type kHalf = Type::kHalf;
 inline constexpr Type kBFloat16 = Type::kBFloat16;
 inline constexpr Type kFloat = Type::kFloat;
 inline constexpr Type kDouble = Type::kDouble;
 
 template <Type kType>
-using CppType =
-    std::tuple_element_t<static_cast<size_t>(kType),
-                         std::tuple<c10::Half, c10::BFloat16, float, double, uint16_t, int16_t>>;
+using CppType = std::tuple_element_t<
+    static_cast<size_t>(kType),
+    std::tuple<c10::Half, c10::BFloat16, float, double, uint16_t, int16_t, int8_t, uint8_t>>;
 
 // Calls visit.operator()<T>() with the type in C++.
 template <typename Visit>
@@ -42,6 +43,10 @@ auto with_type(Type type, const Visit& visit) {
       return visit.template operator()<double>();
     case Type::kUpperHalf:
       return visit.template operator()<uint16_t>();
+    case Type::kCode:
+      return visit.template operator()<int8_t>();
+    case Type::kByte:
+      return visit.template operator()<uint8_t>();
     default:
       return visit.template operator()<int16_t>();
   }
@@ -53,10 +58,12 @@ constexpr Type kTypeOf = std::is_same_v<T, c10::Half>       ? kHalf
                          : std::is_same_v<T, float>         ? kFloat
                          : std::is_same_v<T, double>        ? kDouble
                          : std::is_same_v<T, uint16_t>      ? Type::kUpperHalf
+                         : std::is_same_v<T, int8_t>        ? Type::kCode
+                         : std::is_same_v<T, uint8_t>       ? Type::kByte
                                                             : Type::kRemainder;
 
 inline int64_t size_of(Type type) {
-  return type == kDouble ? 8 : type == kFloat ? 4 : 2;
+  return with_type(type, []<typename T>() { return static_cast<int64_t>(sizeof(T)); });
 }
 
 // The type in which kernels compute with numbers of this type.

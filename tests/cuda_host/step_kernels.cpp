@@ -17,19 +17,24 @@ int update_as(const FakeStepTensors& tensors, const HostOptions<Rule>& options, 
               HostPlan<Rule, typename Types::acc_t>& plan) {
   using Table = ampfuse::StepTable<Rule>;
   const typename Rule::template Constants<typename Types::acc_t> constants(options);
+  const StepKind& kind = tensors[0].kind;
+  const ampfuse::ExtendedTypes types = {number_type(kind.grad), kind.ema};
   int launches = 0;
-  auto builder = ampfuse::build_tables<Table>([&](const Table& table) {
-    simt::launch(ampfuse::fused_step_kernel<Types>, step_grid(table.chunks()), ampfuse::kThreads, 0,
-                 table, first, plan.plan(), options.step, constants);
-    first += table.count;
-    ++launches;
-  });
+  auto builder = ampfuse::build_tables<Table>(
+      [&](const Table& table) {
+        simt::launch(ampfuse::fused_step_kernel<Types>, step_grid(table.chunks()),
+                     ampfuse::kThreads, 0, table, first, plan.plan(), options.step, types,
+                     constants);
+        first += table.count;
+        ++launches;
+      },
+      kind.is_extended() ? kMostColumns : Table::kColumns);
   for (const FakeStepTensor& tensor : tensors) {
-    std::array<void*, Table::kColumns> data = {};
+    std::array<void*, kMostColumns> data = {};
     for (size_t c = 0; c < data.size(); ++c) {
-      if (tensor.columns[c].size == tensor.size) data[c] = tensor.columns[c].data();
+      if (tensor.columns[c].size > 0 || tensor.size == 0) data[c] = tensor.columns[c].data();
     }
-    builder.add(data, tensor.size);
+    builder.add_columns(data.data(), tensor.size);
   }
   builder.flush();
   return launches;
@@ -38,7 +43,7 @@ int update_as(const FakeStepTensors& tensors, const HostOptions<Rule>& options, 
 }  // namespace
 
 template <typename Rule, typename acc_t>
-int prepare_on_host(const std::vector<float*>& counters, const HostOptions<Rule>& options,
+int prepare_on_host(const std::vector<HostCounter>& counters, const HostOptions<Rule>& options,
                     const StepSignals& signals, HostPlan<Rule, acc_t>& plan) {
   using ampfuse::CounterTable;
   int launches = 0;
@@ -51,12 +56,14 @@ int prepare_on_host(const std::vector<float*>& counters, const HostOptions<Rule>
     first += table.count;
     ++launches;
   });
-  for (float* const counter : counters) builder.add({counter}, 1);
+  for (const HostCounter& counter : counters) {
+    builder.add({counter.count, reinterpret_cast<void*>(counter.first_index)}, 1);
+  }
   builder.flush();
   return launches;
 }
-template int prepare_on_host(const std::vector<float*>&, const AdamStepOptions&, const StepSignals&,
-                             HostPlan<AdamRule, float>&);
+template int prepare_on_host(const std::vector<HostCounter>&, const AdamStepOptions&,
+                             const StepSignals&, HostPlan<AdamRule, float>&);
 
 template <typename Rule, typename acc_t>
 int update_on_host(const FakeStepTensors& tensors, const HostOptions<Rule>& options, int64_t first,
@@ -66,7 +73,8 @@ int update_on_host(const FakeStepTensors& tensors, const HostOptions<Rule>& opti
   const auto try_kind = [&]<StepKind kKind>() {
     using Types = StepTypesOf<Rule, kKind>;
     if constexpr (std::is_same_v<acc_t, typename Types::acc_t>) {
-      if (tensors[0].kind == kKind) launches = update_as<Types>(tensors, options, first, plan);
+      if (!launches && tensors[0].kind == kKind)
+        launches = update_as<Types>(tensors, options, first, plan);
     }
   };
   [&]<size_t... i>(std::index_sequence<i...>) {
@@ -81,9 +89,10 @@ template int update_on_host(const FakeStepTensors&, const AdamStepOptions&, int6
 template <typename Rule>
 int step_on_host(FakeStepTensors& tensors, const HostOptions<Rule>& options,
                  const StepSignals& signals) {
-  std::vector<float*> counters;
+  std::vector<HostCounter> counters;
   for (FakeStepTensor& tensor : tensors) {
-    counters.push_back(tensor.steps_taken < 0 ? nullptr : &tensor.steps_taken);
+    counters.push_back(
+        {tensor.steps_taken < 0 ? nullptr : &tensor.steps_taken, tensor.first_index});
   }
   const auto step_in = [&]<typename acc_t>(HostPlan<Rule, acc_t> plan) {
     const int launches = prepare_on_host(counters, options, signals, plan);

@@ -8,6 +8,7 @@
 #include "math/fused_adam.h"
 #include "math/fused_sgd.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
@@ -18,6 +19,7 @@
 #include "numbers.h"
 
 using ampfuse::Master;
+using ampfuse::NumberType;
 using ampfuse::StepSignals;
 using ampfuse::math::AdamRule;
 using ampfuse::math::kMostColumns;
@@ -44,6 +46,14 @@ struct StepKind {
   Type state;
   Master master;
   int moments;
+  NumberType ema = NumberType::kNone;
+
+  bool rounds_at_random = false;
+
+  constexpr bool is_coded() const { return state == Type::kCode; }
+  constexpr bool is_extended() const {
+    return is_coded() || rounds_at_random || ema != NumberType::kNone;
+  }
 
   bool operator==(const StepKind&) const = default;
 };
@@ -64,6 +74,28 @@ inline constexpr std::array kAdamKinds = {
     kFloats,         kFloatsWithAmsgrad,   kHalfAlone,     kBFloat16Alone, kBFloat16WithMaster,
     kHalfWithMaster, kNarrowWithRemainder, kWithRemainder, kDoubles};
 
+// Kinds of extended steps.
+inline constexpr StepKind kCodedFloats = {kFloat, kFloat, Type::kCode, Master::kNone, 2};
+inline constexpr StepKind kCodedHalfAlone = {
+    kHalf, kHalf, Type::kCode, Master::kNone, 2, NumberType::kWide, true};
+inline constexpr StepKind kCodedBFloat16Alone = {
+    kBFloat16, kBFloat16, Type::kCode, Master::kNone, 2, NumberType::kBFloat16, true};
+inline constexpr StepKind kCodedWithMaster = {kBFloat16, kHalf, Type::kCode, Master::kFloat, 2};
+inline constexpr StepKind kCodedWithRemainder = {Type::kUpperHalf,   kBFloat16, Type::kCode,
+                                                 Master::kRemainder, 2,         NumberType::kWide};
+inline constexpr StepKind kRoundedBFloat16 = {
+    kBFloat16, kFloat, kBFloat16, Master::kNone, 3, NumberType::kNone, true};
+inline constexpr StepKind kAveragedFloats = {kFloat,        kHalf, kFloat,
+                                             Master::kNone, 2,     NumberType::kWide};
+inline constexpr StepKind kAveragedDoubles = {kDouble,       kDouble, kDouble,
+                                              Master::kNone, 2,       NumberType::kWide};
+inline constexpr StepKind kAveragedWithRemainder = {
+    Type::kUpperHalf, kBFloat16, kFloat, Master::kRemainder, 2, NumberType::kBFloat16};
+inline constexpr std::array kExtendedAdamKinds = {
+    kCodedFloats,     kCodedHalfAlone,     kCodedBFloat16Alone,
+    kCodedWithMaster, kCodedWithRemainder, kRoundedBFloat16,
+    kAveragedFloats,  kAveragedDoubles,    kAveragedWithRemainder};
+
 // The same without momentum and with it.
 inline constexpr StepKind kSgdFloats = {kFloat, kFloat, kFloat, Master::kNone, 1};
 inline constexpr StepKind kSgdFloatsAlone = {kFloat, kBFloat16, kBFloat16, Master::kNone, 0};
@@ -76,20 +108,44 @@ inline constexpr std::array kSgdKinds = {kSgdFloats,         kSgdFloatsAlone,
                                          kSgdHalfWithMaster, kSgdBFloat16WithMaster,
                                          kSgdWithRemainder,  kSgdDoubles};
 
+inline constexpr StepKind kSgdCoded = {Type::kUpperHalf, kBFloat16, Type::kCode, Master::kRemainder,
+                                       1};
+inline constexpr StepKind kSgdRounded = {kBFloat16, kBFloat16,         kFloat, Master::kNone,
+                                         0,         NumberType::kNone, true};
+inline constexpr std::array kExtendedSgdKinds = {kSgdCoded, kSgdRounded};
+
+// All kinds for which kernels are compiled.
+template <size_t a, size_t b>
+constexpr std::array<StepKind, a + b> joined(const std::array<StepKind, a>& first,
+                                             const std::array<StepKind, b>& second) {
+  std::array<StepKind, a + b> all = {};
+  std::copy(first.begin(), first.end(), all.begin());
+  std::copy(second.begin(), second.end(), all.begin() + a);
+  return all;
+}
 template <typename Rule>
-inline constexpr auto kKindsOf = kAdamKinds;
+inline constexpr auto kKindsOf = joined(kAdamKinds, kExtendedAdamKinds);
 template <>
-inline constexpr auto kKindsOf<SgdRule> = kSgdKinds;
+inline constexpr auto kKindsOf<SgdRule> = joined(kSgdKinds, kExtendedSgdKinds);
 
 template <typename Rule, StepKind kKind>
-using StepTypesOf = ampfuse::StepTypes<Rule, CppType<kKind.param>, CppType<kKind.grad>,
-                                       CppType<kKind.state>, kKind.master, kKind.moments>;
+using StepTypesOf = ampfuse::StepTypes<
+    Rule, CppType<kKind.param>,
+    std::conditional_t<kKind.is_extended(), ampfuse::AnyType, CppType<kKind.grad>>,
+    CppType<kKind.state>, kKind.master, kKind.moments>;
+
+inline NumberType number_type(Type type) {
+  return type == kHalf       ? NumberType::kHalf
+         : type == kBFloat16 ? NumberType::kBFloat16
+                             : NumberType::kWide;
+}
 
 // A parameter with its gradient and state. Columns that its types do not need are empty.
 struct FakeStepTensor {
   StepKind kind;
   int64_t size;
   float steps_taken;
+  int64_t first_index = 0;  // of its first element among all elements of the model
   std::array<Numbers, kMostColumns> columns;
 
   FakeStepTensor(const StepKind& kind, int64_t size, float steps_taken, const StepOffsets& offsets)
@@ -102,7 +158,11 @@ struct FakeStepTensor {
                         kind.master == Master::kNone ? 0 : size, offsets[kMaster]),
                 moment(0, offsets),
                 moment(1, offsets),
-                moment(2, offsets)} {}
+                moment(2, offsets),
+                units(0),
+                units(1),
+                Numbers(kind.ema == NumberType::kBFloat16 ? kBFloat16 : arithmetic_of(kind.param),
+                        kind.ema == NumberType::kNone ? 0 : size, offsets[kEma])} {}
 
   Numbers& operator[](int column) { return columns[column]; }
   const Numbers& operator[](int column) const { return columns[column]; }
@@ -126,7 +186,12 @@ struct FakeStepTensor {
 
  private:
   Numbers moment(int m, const StepOffsets& offsets) const {
-    return Numbers(kind.state, m < kind.moments ? size : 0, offsets[kFirstMoment + m]);
+    const Type type = kind.is_coded() && m > 0 ? Type::kByte : kind.state;
+    return Numbers(type, m < kind.moments ? size : 0, offsets[kFirstMoment + m]);
+  }
+  Numbers units(int m) const {
+    const int64_t groups = (size + ampfuse::math::kCodeGroup - 1) / ampfuse::math::kCodeGroup;
+    return Numbers(kBFloat16, kind.is_coded() && m < kind.moments ? groups : 0);
   }
 };
 
@@ -155,8 +220,14 @@ inline FakeStepTensor random_step_tensor(const StepKind& kind, int64_t size, flo
     // The first moment has a sign. The third is the maximum of the second so far, which the next
     // one may exceed.
     for (int m = 0; m < ampfuse::math::kMostMoments; ++m) {
-      const double value = normal(generator);
+      const double value = normal(generator) * (kind.is_coded() ? 40 : 1);  // or codes
       if (m < kind.moments) tensor[kFirstMoment + m].set(i, m == 0 ? value : std::fabs(value));
+    }
+    if (kind.ema != NumberType::kNone) tensor[kEma].set(i, normal(generator));
+  }
+  for (const int column : {int(kFirstUnit), kFirstUnit + 1}) {
+    for (int64_t g = 0; g < tensor[column].size; ++g) {
+      tensor[column].set(g, 1e-3 * (1 + g % 3));
     }
   }
   return tensor;
@@ -197,21 +268,27 @@ inline StepSignals signals_with_lr(double lr) {
 // writes them.
 template <typename Rule, typename acc_t>
 struct HostPlan {
-  using Step = typename Rule::template Step<acc_t>;
+  using Step = ampfuse::math::TensorStep<typename Rule::template Step<acc_t>>;
   std::vector<Step> steps;
   std::unique_ptr<acc_t> grad_factor = std::make_unique<acc_t>(NAN);
   std::unique_ptr<bool> skip = std::make_unique<bool>();
 
   explicit HostPlan(size_t tensors)
-      : steps(tensors, Rule::template step<acc_t>({}, /*lr=*/NAN, /*count=*/1)) {}
+      : steps(tensors, {Rule::template step<acc_t>({}, /*lr=*/NAN, /*count=*/1)}) {}
 
   ampfuse::StepPlan<Rule, acc_t> plan() { return {grad_factor.get(), skip.get(), steps.data()}; }
 };
 
 // These functions return their number of launches. Tensors must be of one kind.
 
+// A counter, which may be null, and the index of its tensor's first element.
+struct HostCounter {
+  float* count;
+  int64_t first_index = 0;
+};
+
 template <typename Rule, typename acc_t>
-int prepare_on_host(const std::vector<float*>& counters, const HostOptions<Rule>& options,
+int prepare_on_host(const std::vector<HostCounter>& counters, const HostOptions<Rule>& options,
                     const StepSignals& signals, HostPlan<Rule, acc_t>& plan);
 
 template <typename Rule, typename acc_t>

@@ -25,7 +25,7 @@ int tables_of(const std::vector<int64_t>& sizes) {
     ++tables;
     for (uint32_t c = 0; c < table.chunks(); ++c) {
       const TableChunk at = ampfuse::find_chunk(table, c);
-      const auto tensor = reinterpret_cast<uintptr_t>(table.data[5][at.tensor]) - 1;
+      const auto tensor = reinterpret_cast<uintptr_t>(table.at(5, at.tensor)) - 1;
       REQUIRE(at.number * Table::kChunk == next[tensor]);
       next[tensor] += Table::kChunk;
       found[tensor] += at.size;

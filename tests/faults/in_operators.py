@@ -19,6 +19,27 @@ FAULTS = [
         "tests/python/ops tests/python/optim test_cpp test_fused_step",
     ),
     Fault(
+        "The largest moment of a group is cut off, since the unit of its codes is rounded to nearest.",
+        "csrc/math/coded_moment.h",
+        "+ 0xfffbu) & 0xffff0000u",
+        "+ 0x8000u) & 0xffff0000u",
+        "test_cpp test_fused_step",
+    ),
+    Fault(
+        "A small second moment becomes 0 in 8 bits, so that its element takes a step of any size.",
+        "csrc/math/coded_moment.h",
+        "magnitude_bits(root) < 1u ? 0u : 1u",
+        "magnitude_bits(root) < 1u ? 0u : 0u",
+        "test_fused_step",
+    ),
+    Fault(
+        "A shard that begins within a counter draws the random numbers of its neighbours.",
+        "csrc/cpu/vec/random_words.h",
+        "first_ = first % math::kElementsPerCounter;",
+        "first_ = 0;",
+        "test_cpp",
+    ),
+    Fault(
         "The norm of tiny elements is taken from squares that have underflowed in part.",
         "csrc/math/multi_tensor_norm.h",
         "return sum >= (sizeof(acc_t) == 4 ? 0x1p-100 : 0x1p-1000);",
@@ -76,8 +97,8 @@ FAULTS = [
     Fault(
         "The maximum of amsgrad is not stored if moments are bfloat16.",
         "csrc/cpu/vec/fused_step_blocks.h",
-        "    for (int m = 0; m < chunk.moments; ++m) {\n      store(",
-        "    for (int m = 0; m < std::min(chunk.moments, 2); ++m) {\n      store(",
+        "for (int m = 0; m < kCount; ++m) store(",
+        "for (int m = 0; m < std::min(kCount, 2); ++m) store(",
         "tests/python/ops tests/python/optim test_cpp",
     ),
     Fault(
@@ -142,7 +163,7 @@ FAULTS = [
     ),
     Fault(
         "A write to the end of a chunk of parameters is not adopted by their masters.",
-        "csrc/cuda/fused_step.cuh",
+        "csrc/cuda/fused_step_chunk.cuh",
         "const int i = min(lane * kStride, size - 1);",
         "const int i = min(lane * kStride, (size - 1) / kStride * kStride);",
         "test_fused_step",

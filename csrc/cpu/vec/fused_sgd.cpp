@@ -2,9 +2,9 @@
 
 namespace ampfuse::CPU_CAPABILITY {
 
-void fused_sgd_chunk(const StepSpans& spans, int64_t count, const ChunkStep<math::SgdRule>& chunk,
-                     const math::SgdStep<double>& step) {
-  step_chunk(spans, count, chunk, step);
+void fused_sgd_chunk(const StepSpans& spans, int64_t count, const CallStep<math::SgdRule>& call,
+                     const ChunkStep<math::SgdRule>& chunk) {
+  step_chunk(spans, count, call, chunk);
 }
 
 }  // namespace ampfuse::CPU_CAPABILITY

@@ -24,6 +24,13 @@ struct FusedAdamTensors {
   /// its master rounded; or they are remainders of bfloat16 parameters, of dtype short: the 16 bits
   /// of each master that the parameter lacks.
   at::TensorList masters;
+  /// Empty, or the units of moments in 8 bits; written. Then `exp_avgs` is int8, `exp_avg_sqs`
+  /// uint8. Units are bfloat16, one for each 32 elements in the order of memory; first those of all
+  /// tensors' first moment, then those of the second.
+  at::TensorList units = {};
+  /// Empty, or exponential averages of the parameters, before these are rounded to 16 bits: float
+  /// or bfloat16 (double for double parameters); written.
+  at::TensorList ema_params = {};
 };
 
 /// Options of a step. `lr` must be set; the others have defaults.
@@ -52,6 +59,16 @@ struct FusedAdamOptions {
   /// Such an element differs from its rounded master. A GPU first compares one element in 128, and
   /// the last one of every chunk of 2048. If one of these differs, it compares the whole chunk.
   bool adopt_params = false;
+  /// Decay of `ema_params`, from 0 to less than 1. The first step sets them to the parameters.
+  double ema_decay = 0;
+  /// Round 16-bit parameters without a master at random, in proportion, instead of to nearest.
+  bool round_at_random = false;
+  /// Determines the random numbers, together with step counters and indices of elements. Codes of
+  /// 8-bit moments and 16-bit averages are always rounded at random.
+  int64_t seed = 0;
+  /// The index of each tensor's first element among all elements of the model. Empty: tensors
+  /// follow each other, and each begins at a multiple of 4.
+  at::IntArrayRef first_indices = {};
 };
 
 /// Takes one step of Adam or AdamW, as defined by torch.optim, in one pass over memory.

@@ -25,6 +25,13 @@ struct FusedSgdTensors {
   /// its master rounded; or they are remainders of bfloat16 parameters, of dtype short: the 16 bits
   /// of each master that the parameter lacks.
   at::TensorList masters;
+  /// Empty, or the units of moments in 8 bits; written. Then `momentum_buffers` is int8. Units are
+  /// bfloat16, one for each 32 elements in the order of memory; first those of all tensors' first
+  /// moment, then those of the second.
+  at::TensorList units = {};
+  /// Empty, or exponential averages of the parameters, before these are rounded to 16 bits: float
+  /// or bfloat16 (double for double parameters); written.
+  at::TensorList ema_params = {};
 };
 
 /// Options of a step. `lr` must be set; the others have defaults.
@@ -49,6 +56,16 @@ struct FusedSgdOptions {
   std::optional<at::Tensor> grad_norm = std::nullopt;
   /// Float masters adopt elements that other code wrote, as described in FusedAdamOptions.
   bool adopt_params = false;
+  /// Decay of `ema_params`, from 0 to less than 1. The first step sets them to the parameters.
+  double ema_decay = 0;
+  /// Round 16-bit parameters without a master at random, in proportion, instead of to nearest.
+  bool round_at_random = false;
+  /// Determines the random numbers, together with step counters and indices of elements. Codes of
+  /// 8-bit moments and 16-bit averages are always rounded at random.
+  int64_t seed = 0;
+  /// The index of each tensor's first element among all elements of the model. Empty: tensors
+  /// follow each other, and each begins at a multiple of 4.
+  at::IntArrayRef first_indices = {};
 };
 
 /// Takes one step of SGD, as defined by torch.optim, in one pass over memory.

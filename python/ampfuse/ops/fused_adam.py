@@ -36,6 +36,12 @@ def fused_adam(
     max_norm: float | None = None,
     grad_norm: Tensor | None = None,
     adopt_params: bool = False,
+    units: Sequence[Tensor] = (),
+    ema_params: Sequence[Tensor] = (),
+    ema_decay: float = 0.0,
+    round_at_random: bool = False,
+    seed: int = 0,
+    first_indices: Sequence[int] = (),
 ) -> None:
     """Take one step of Adam or AdamW in place, as `torch.optim` does. `ampfuse.Adam` calls this.
 
@@ -70,6 +76,19 @@ def fused_adam(
         adopt_params: Elements of a parameter that differ from the rounded float32 master count as
             written by other code, and are copied to the master. A CPU compares all elements; a GPU
             one in 128 and the last one of each chunk of 2048, and the whole chunk if one differs.
+        units: Bfloat16, written: the units of moments in 8 bits, one for each 32 elements in the
+            order of memory. The list has those of all first moments, then those of the second.
+            `exp_avgs` is then int8 and `exp_avg_sqs` uint8. A code `c` of a group with the unit `u`
+            stands for `(c*u)**2`, with the sign of `c`. Not with `amsgrad`.
+        ema_params: Exponential averages of the parameters (of their masters, if they have any),
+            float32 or bfloat16, float64 for float64 parameters; written. May be empty.
+        ema_decay: Decay of these averages. The first step sets them to the parameters.
+        round_at_random: Round 16-bit parameters without masters up or down at random, in
+            proportion, instead of to nearest.
+        seed: Determines the random numbers, with step counters and indices of elements. Codes of
+            8-bit moments and bfloat16 averages are always rounded at random.
+        first_indices: The index of each tensor's first element among all elements of the model. By
+            default tensors follow each other, and each begins at a multiple of 4.
 
     Raises:
         TypeError: An argument has a wrong type or dtype.
@@ -97,6 +116,7 @@ def fused_adam(
         "state_steps": state_steps,
         "masters": masters,
     }
+    optional_columns = {"units": units, "ema_params": ema_params}
     try:
         (_fused_adam_write_back_grads if write_back_grads else _fused_adam)(
             *columns.values(),
@@ -114,6 +134,11 @@ def fused_adam(
             max_norm=max_norm,
             grad_norm=grad_norm,
             adopt_params=adopt_params,
+            **optional_columns,
+            ema_decay=ema_decay,
+            round_at_random=round_at_random,
+            seed=seed,
+            first_indices=first_indices,
         )
     except RuntimeError as error:
-        explain("fused_adam", error, **columns)
+        explain("fused_adam", error, **columns, **optional_columns)

@@ -32,6 +32,12 @@ def fused_sgd(
     max_norm: float | None = None,
     grad_norm: Tensor | None = None,
     adopt_params: bool = False,
+    units: Sequence[Tensor] = (),
+    ema_params: Sequence[Tensor] = (),
+    ema_decay: float = 0.0,
+    round_at_random: bool = False,
+    seed: int = 0,
+    first_indices: Sequence[int] = (),
 ) -> None:
     """Take one step of SGD in place, as `torch.optim` does. `ampfuse.SGD` calls this.
 
@@ -46,8 +52,8 @@ def fused_sgd(
         momentum_buffers: Float32 or bfloat16, float64 for float64 parameters; written. Empty
             without momentum.
         state_steps: Float32 scalars, the numbers of steps, which are incremented. At 0 the step
-            starts the momentum: the buffer is not read and takes the gradient. Empty without
-            momentum.
+            starts the momentum: the buffer is not read and takes the gradient. May be empty if
+            there is neither momentum, nor an average, nor random rounding.
         masters: Float32 masters, or int16 bits that a bfloat16 lacks; written. May be empty.
         lr: Learning rate, a tensor with one element.
         momentum: Decay rate of the buffers.
@@ -62,6 +68,12 @@ def fused_sgd(
         max_norm: After unscaling, gradients are scaled so that their norm is at most this.
         grad_norm: Receives `total_norm / grad_scale`, even if the step is skipped, or None.
         adopt_params: As in `fused_adam`.
+        units: Units of momentum buffers in 8 bits, which are then int8, as in `fused_adam`.
+        ema_params: As in `fused_adam`.
+        ema_decay: As in `fused_adam`.
+        round_at_random: As in `fused_adam`.
+        seed: As in `fused_adam`.
+        first_indices: As in `fused_adam`.
 
     Raises:
         TypeError: An argument has a wrong type or dtype.
@@ -82,6 +94,7 @@ def fused_sgd(
         "state_steps": state_steps,
         "masters": masters,
     }
+    optional_columns = {"units": units, "ema_params": ema_params}
     try:
         (_fused_sgd_write_back_grads if write_back_grads else _fused_sgd)(
             *columns.values(),
@@ -97,6 +110,11 @@ def fused_sgd(
             max_norm=max_norm,
             grad_norm=grad_norm,
             adopt_params=adopt_params,
+            **optional_columns,
+            ema_decay=ema_decay,
+            round_at_random=round_at_random,
+            seed=seed,
+            first_indices=first_indices,
         )
     except RuntimeError as error:
-        explain("fused_sgd", error, **columns)
+        explain("fused_sgd", error, **columns, **optional_columns)
