@@ -19,7 +19,7 @@ FAULTS = [
         "tests/python/ops tests/python/optim test_cpp test_fused_step",
     ),
     Fault(
-        "The largest moment of a group is cut off, since the unit of its codes is rounded to nearest.",
+        "The largest moment of a group is cut off, since its unit is rounded to nearest.",
         "csrc/math/coded_moment.h",
         "+ 0xfffbu) & 0xffff0000u",
         "+ 0x8000u) & 0xffff0000u",

@@ -105,6 +105,8 @@ def check_shards(optimizer: Any) -> None:
         if not isinstance(param, Tensor) or not is_dtensor(param):
             continue
         for name, value in state.items():
+            if name.removesuffix("_units") + "_codes" in state:
+                continue  # 8-bit moments of shards are saved as float32
             place = f"{name} of {type(optimizer).__name__}"
             if not isinstance(value, Tensor):
                 refuse_shards(value, place)
@@ -206,7 +208,9 @@ def shardings(value: Any, tensors: dict[str, Any], parts: dict[str, Any]) -> dic
         pairs += [(param, grads.get(name)) for name, param in value.named_parameters()]
     elif has_torchs_state(value, parts["state"]):
         for param, _, state in _states_of_params(value.param_groups, parts["state"]):
-            pairs += [(param, entry) for entry in state.values()]
+            # Whole 8-bit moments are sharded after they are decoded.
+            coded = [name for name in state if name.removesuffix("_codes") + "_units" in state]
+            pairs += [(param, entry) for name, entry in state.items() if name not in coded]
     likes = {}
     for like, stored in pairs:
         if isinstance(like, Tensor) and is_dtensor(like) and is_tensor(stored):

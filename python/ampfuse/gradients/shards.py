@@ -47,6 +47,37 @@ def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
     return whole
 
 
+def first_element(tensor: Tensor) -> int:
+    """Return the index in the whole tensor of the first element of this rank's shard."""
+    if not is_dtensor(tensor):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(
+        tensor.shape,
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,  # type: ignore[attr-defined]
+    )
+    index = 0
+    for size, offset in zip(tensor.shape, offsets, strict=True):
+        index = index * size + offset
+    return index
+
+
+def shard_like(tensor: Tensor, whole: Tensor) -> Tensor:
+    """Return a whole tensor, which all ranks have, sharded like `tensor` if that is a DTensor."""
+    if not is_dtensor(tensor):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(
+        whole.to(tensor.device),
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,  # type: ignore[attr-defined]
+        src_data_rank=None,  # no communication
+    )
+
+
 def sharding_of(tensor: Tensor) -> Sharding | None:
     """Return the sharding of a DTensor, or None for other tensors."""
     if not is_dtensor(tensor):

@@ -13,6 +13,7 @@ The device decides whether a function writes. Even if it writes nothing, tensors
 are copied to dense ones and back on a GPU.
 """
 
+from ampfuse.ops.coded_moments import CodedMoment, decode_moment, encode_moment
 from ampfuse.ops.fused_adam import fused_adam
 from ampfuse.ops.fused_sgd import fused_sgd
 from ampfuse.ops.multi_tensor import (
@@ -26,8 +27,11 @@ from ampfuse.ops.multi_tensor import (
 from ampfuse.ops.update_scale import update_scale
 
 __all__ = [
+    "CodedMoment",
     "MultiTensorNorm",
     "UnscaledNorm",
+    "decode_moment",
+    "encode_moment",
     "fused_adam",
     "fused_sgd",
     "multi_tensor_clip",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ampfuse._texts import listed
 from ampfuse.gradients.shards import is_dtensor, local
+from ampfuse.optim import _coded
 from ampfuse.optim._rule import Rule
 from ampfuse.optim.options import is_number
 
@@ -16,7 +17,8 @@ def check_saved(rule: Rule, saved: Any, param: Tensor, index: int) -> None:
     where = f"loaded state dict: parameter {index}"
     if not isinstance(saved, dict):
         raise TypeError(f"{where}: expected a dict, got {kind_of(saved)}")
-    if saved and not saved.keys() >= {*rule.needed_state}:
+    missing = {*rule.needed_state} - decoded_names(rule, saved)
+    if saved and missing:
         raise KeyError(
             f"{where}: expected {rule.name}'s {listed(rule.needed_state)}, got "
             f"{sorted(map(str, saved))}"
@@ -26,9 +28,33 @@ def check_saved(rule: Rule, saved: Any, param: Tensor, index: int) -> None:
         if name == "step":
             check_number(where, value, param.is_meta)
             _check_counter(where, value)
-        elif name in (*rule.moments, "master_param"):
+        elif name in (*rule.moments, "master_param", "ema_param"):
             check_tensor(where, value, param.is_meta)
             check_fits(where, value, param)
+    for moment in rule.moments:
+        if moment in decoded_names(rule, saved) and moment not in saved:
+            check_codes(saved, moment, param, index)
+
+
+def decoded_names(rule: Rule, saved: dict[str, Any]) -> set[str]:
+    """Return the names of a state's entries, with those of moments in place of codes and units."""
+    coded = {name for name in rule.moments if saved.keys() >= {*_coded.code_names(name)}}
+    return {*saved, *coded}
+
+
+def check_codes(saved: dict[str, Any], moment: str, param: Tensor, index: int) -> None:
+    """Raise unless the codes and units of a moment fit the parameter."""
+    groups = (param.numel() + _coded.GROUP - 1) // _coded.GROUP
+    shapes: tuple[tuple[int, ...], ...] = (tuple(param.shape), (groups,))
+    dtypes = ((torch.int8, torch.uint8), (torch.bfloat16,))
+    for name, shape, allowed in zip(_coded.code_names(moment), shapes, dtypes, strict=True):
+        where, value = f"loaded state dict: {name} of parameter {index}", saved[name]
+        check_tensor(where, value, param.is_meta)
+        if value.shape != shape:
+            raise ValueError(f"{where}: expected shape {shape}, got {tuple(value.shape)}")
+        if value.dtype not in allowed:
+            expected = " or ".join(map(str, allowed))
+            raise TypeError(f"{where}: expected {expected}, got {value.dtype}")
 
 
 def check_number(where: str, value: Any, may_be_meta: bool) -> None:

@@ -19,7 +19,13 @@ from ampfuse import _C
 from ampfuse._graphs import traced_as
 from ampfuse.gradients.devices import move_to
 from ampfuse.gradients.lists import GradientList, resolve_conjugate_grad
-from ampfuse.gradients.shards import is_dtensor, local, place_gradient, sharding_of
+from ampfuse.gradients.shards import (
+    first_element,
+    is_dtensor,
+    local,
+    place_gradient,
+    sharding_of,
+)
 from ampfuse.optim._rule import Rule
 from ampfuse.optim._state import Spares, ensure_in
 from ampfuse.optim.options import check_params, option
@@ -33,6 +39,9 @@ class Columns(GradientList):
     moments: list[list[Tensor]] = field(default_factory=list)  # empty for those of other groups
     state_steps: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)
+    units: list[Tensor] = field(default_factory=list)  # of moments in 8 bits: first, then second
+    averages: list[Tensor] = field(default_factory=list)
+    first_indices: list[int] = field(default_factory=list)  # if steps round at random
     dtensors: list[Tensor] = field(default_factory=list)  # those of which `params` has shards
     copied: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (original, copy used here)
 
@@ -40,6 +49,15 @@ class Columns(GradientList):
         """Copy to the originals what the op wrote to their copies."""
         for tensor, copy in self.copied:
             tensor.copy_(copy)
+
+    def extended(self) -> dict[str, Any]:
+        """Return the lists of the op that most steps do not need."""
+        lists = {
+            "units": self.units,
+            "ema_params": self.averages,
+            "first_indices": self.first_indices,
+        }
+        return {name: tensors for name, tensors in lists.items() if tensors}
 
     def lr(self, lr: float | Tensor) -> Tensor:
         """Return a learning rate as the op takes it. A rate on the host stays there."""
@@ -64,7 +82,14 @@ def rate(lr: float) -> Tensor:
 def op_options(rule: Rule, group: dict[str, Any], own_options: dict[str, Any]) -> dict[str, Any]:
     """Return a group's options that the op takes as numbers and flags."""
     write_back_grads = option(group, "write_back_grads", own_options)
-    return {**rule.op_options(group), "write_back_grads": write_back_grads}
+    options = {**rule.op_options(group), "write_back_grads": write_back_grads}
+    of_state = rule.state_options(group, own_options)
+    if of_state.has_ema:
+        options["ema_decay"] = float(option(group, "ema", own_options))
+    if of_state.draws_randoms:
+        options["round_at_random"] = of_state.master_weights == "stochastic"
+        options["seed"] = option(group, "seed", own_options)
+    return options
 
 
 class GroupColumns:
@@ -77,6 +102,7 @@ class GroupColumns:
         state: dict[Tensor, dict[str, Any]],
         spares: Spares,
         own_options: dict[str, Any],
+        first_index: int,
     ) -> None:
         self._rule, self._own_options = rule, own_options
         self._params: list[Tensor] = list(group["params"])
@@ -85,8 +111,12 @@ class GroupColumns:
         self._states: dict[tuple[torch.device, bool], list[dict[str, Any]]] = {}
         self._state_options = rule.state_options(group, own_options)
         self._op_options = op_options(rule, group, own_options)
-        self._moments = self._state_options.moments
+        self._moments = self._state_options.moment_entries
+        self._units = self._state_options.unit_entries
         self._absent: list[list[Tensor]] = [[] for _ in rule.moments[len(self._moments) :]]
+        self._first_indices: list[int] = []
+        if self._state_options.draws_randoms:
+            self._first_indices = first_indices(self._params, first_index)
         grads, self._kinds = self._grads_and_kinds()
         for index, param in enumerate(self._params):
             if grads[index] is None:
@@ -159,6 +189,12 @@ class GroupColumns:
             columns.state_steps = [state["step"] for state in states]
         if has_masters:
             columns.masters = [state["master_param"] for state in states]
+        if self._units:
+            columns.units = [state[name] for name in self._units for state in states]
+        if self._state_options.has_ema:
+            columns.averages = [state["ema_param"] for state in states]
+        if self._first_indices:
+            columns.first_indices = [self._first_indices[index] for index in members]
         if self._is_plain:
             return columns
         return localized(columns)
@@ -197,11 +233,13 @@ class ColumnCache:
             self._checked = None
             self._before_step = set(state)
             for index, group in enumerate(groups):  # the model may have been cast
-                check_params(group, index, self._own_options)
-            self._groups = [
-                GroupColumns(self._rule, group, state, spares, self._own_options)
-                for group in groups
-            ]
+                check_params(self._rule, group, index, self._own_options)
+            self._groups, first_index = [], 0
+            for group in groups:
+                self._groups.append(
+                    GroupColumns(self._rule, group, state, spares, self._own_options, first_index)
+                )
+                first_index = index_after(group["params"], first_index)
             self._states = list(state.values())
             columns = self._read_known(groups, state)
             assert columns is not None
@@ -242,6 +280,27 @@ class ColumnCache:
         self._before_step = None
 
 
+def index_after(params: list[Tensor], first_index: int) -> int:
+    """Return the first index of the parameter that follows these.
+
+    Each parameter begins at a multiple of 8, since random numbers are drawn for 8 elements at a
+    time (math/stochastic_rounding.h).
+    """
+    return first_index + sum((param.numel() + 7) // 8 * 8 for param in params)
+
+
+def first_indices(params: list[Tensor], first_index: int) -> list[int]:
+    """Return the index that each parameter's first element has among all elements of the model.
+
+    It does not depend on how DTensors are sharded along their first dimension.
+    """
+    indices = []
+    for param in params:
+        indices.append(first_index + first_element(param))
+        first_index = index_after([param], first_index)
+    return indices
+
+
 def values_of(groups: list[dict[str, Any]], limit: float | None) -> list[Any]:
     """Return names and values of all options of all groups, and the limit over all groups."""
     found: list[Any] = [limit]
@@ -276,7 +335,7 @@ def localized(columns: Columns) -> Columns:
     columns.grads = list(map(place_gradient, columns.params, columns.grads))
     columns.shardings = [sharding_of(grad) for grad in columns.grads]
     columns.dtensors = list(filter(is_dtensor, columns.params))
-    for name in ("params", "grads", "masters"):
+    for name in ("params", "grads", "masters", "averages"):
         copied = columns.copied if name != "grads" or columns.options["write_back_grads"] else []
         setattr(columns, name, [_real(tensor, copied) for tensor in getattr(columns, name)])
     columns.moments = [[_real(one, columns.copied) for one in each] for each in columns.moments]

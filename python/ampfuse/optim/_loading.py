@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse._texts import listed
-from ampfuse.optim import _state
+from ampfuse.gradients.shards import is_dtensor, shard_like
+from ampfuse.optim import _coded, _state
 from ampfuse.optim._callers import DCP, is_called_from
 from ampfuse.optim._checks import (
     check_fits,
     check_number,
     check_saved,
     check_tensor,
+    decoded_names,
     kind_of,
 )
 from ampfuse.optim._columns import is_plain
@@ -31,13 +33,15 @@ from ampfuse.optim.options import (
 )
 
 
-def saved_state_dict(optimizer: Any) -> dict[str, Any]:
+def saved_state_dict(optimizer: Any, decoded: bool) -> dict[str, Any]:
     """Return torch's state dict after `export`, and after the program's hooks, which run last."""
     handle = optimizer.register_state_dict_post_hook(export, prepend=True)
+    optimizer._decodes_moments = decoded
     try:
         return Optimizer.state_dict(optimizer)
     finally:
         handle.remove()
+        optimizer._decodes_moments = False
 
 
 def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -73,6 +77,8 @@ def export(optimizer: Any, saved: dict[str, Any]) -> None:
             if key in saved["state"]:
                 state = _state.include_writes_in_state(param, saved["state"][key])
                 state = exported(param, state)
+                if is_dcp or optimizer._decodes_moments or is_dtensor(param):
+                    state = _coded.decoded(state, optimizer._rule.moments)
                 # DCP needs the same entries in what it saves and in what it loads.
                 state = state if is_dcp else _state.drop_unset_moments(state, optimizer._rule)
                 saved["state"][key] = state
@@ -169,12 +175,14 @@ def _new_state(rule: Rule, saved: dict[str, Any], param: Tensor, options: StateO
     of_master = _state.master_dtype(param, options)
     entries: dict[str, Any] = {}
     of_param = None
-    for name, value in saved.items():
+    for name, value in _with_moments(rule, saved, param, options).items():
         if name == "step":
             step = torch.as_tensor(value, dtype=torch.float32, device=param.device)
             entries[name] = step.reshape(()).clone()
         elif name in rule.moments:
             entries[name] = _state.converted(value, param, _state.moment_dtype(param, options))
+        elif name == "ema_param":
+            entries[name] = _state.converted(value, param, _state.ema_dtype(param, options))
         elif name == "master_param":
             master, of_param = _state.convert_master(value, param, of_master)
             if master is not None:
@@ -182,6 +190,34 @@ def _new_state(rule: Rule, saved: dict[str, Any], param: Tensor, options: StateO
         else:
             entries[name] = value.clone() if isinstance(value, Tensor) else value
     return NewState(entries, of_param, of_master is not None)
+
+
+def _with_moments(
+    rule: Rule, saved: dict[str, Any], param: Tensor, options: StateOptions
+) -> dict[str, Any]:
+    """Return saved state with moments in the group's form: as numbers, or in 8 bits.
+
+    Codes stay as they are if they are in the parameter's order of memory, which groups follow.
+    """
+    if not options.is_coded or is_dtensor(param):
+        # Codes that were saved by one process are those of whole tensors.
+        whole = [name for name in rule.moments if name not in saved]
+        saved = _coded.decoded(saved, rule.moments)
+        saved = saved | {name: shard_like(param, saved[name]) for name in whole if name in saved}
+    if not options.is_coded:
+        return saved
+    state = dict(saved)
+    for index, name in enumerate(rule.moments):
+        codes, units = _coded.code_names(name)
+        if codes in state and state[codes].stride() != param.stride():
+            state[name] = _coded.decode(state.pop(codes), state.pop(units))
+        if name in state:
+            number = _state.converted(state.pop(name), param, torch.float32)
+            state[codes], state[units] = _coded.encode(number, is_signed=index == 0)
+        for entry in (codes, units):
+            if entry in state:
+                state[entry] = state[entry].to(param.device)
+    return state
 
 
 @torch.no_grad()
@@ -242,7 +278,7 @@ def unowned_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[
 def keep_options(rule: Rule, loaded: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Check loaded groups; keep the dtypes of state, and options that the loaded groups lack."""
     for index, (new, old) in enumerate(zip(loaded, groups, strict=True)):
-        for name in ("master_weights", rule.moment_dtype):
+        for name in ("master_weights", rule.moment_dtype, "ema_dtype"):
             new.pop(name, None)
         for name in old.keys() - {*rule.needed_options}:
             new.setdefault(name, old[name])
@@ -294,7 +330,7 @@ def adopt_entries(rule: Rule, saved: dict[str, Any], is_torchs: bool) -> dict[st
             entries[name] = entries[name].to_dense()  # torch's function steps sparse ones, too
     if is_torchs or is_empty_dict(entries.get("step")):
         entries.pop("step", None)
-    if "step" not in entries and any(name in entries for name in rule.moments):
+    if "step" not in entries and decoded_names(rule, entries) & {*rule.moments}:
         entries["step"] = 1.0  # at least one step has set the moments
     return entries
 

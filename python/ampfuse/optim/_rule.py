@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ampfuse.optim import _coded
+
 Group = dict[str, Any]  # a group's options, by name
 
 
@@ -16,11 +18,39 @@ class StateOptions(NamedTuple):
     moment_dtype: str | torch.dtype | None
     moments: tuple[str, ...]
     first_step_sets_moments: bool
+    has_ema: bool
+    ema_dtype: str | torch.dtype | None
+
+    @property
+    def is_coded(self) -> bool:
+        """Return True if moments are in 8 bits."""
+        return self.moment_dtype == _coded.NAME and bool(self.moments)
 
     @property
     def counts_steps(self) -> bool:
         """Return True if a parameter has a step counter."""
-        return bool(self.moments) or not self.first_step_sets_moments
+        needs_count = bool(self.moments) or self.has_ema or self.master_weights == "stochastic"
+        return needs_count or not self.first_step_sets_moments
+
+    @property
+    def moment_entries(self) -> tuple[str, ...]:
+        """Return the names of the entries that the operator takes as moments."""
+        if not self.is_coded:
+            return self.moments
+        return tuple(_coded.code_names(name)[0] for name in self.moments)
+
+    @property
+    def unit_entries(self) -> tuple[str, ...]:
+        """Return the names of the entries with units of moments in 8 bits."""
+        if not self.is_coded:
+            return ()
+        return tuple(_coded.code_names(name)[1] for name in self.moments)
+
+    @property
+    def draws_randoms(self) -> bool:
+        """Return True if steps may round at random."""
+        has_bfloat16_ema = self.has_ema and str(self.ema_dtype).endswith("bfloat16")
+        return self.is_coded or self.master_weights == "stochastic" or has_bfloat16_ema
 
 
 @dataclass(frozen=True)
@@ -69,6 +99,9 @@ class Rule:
             self.moment_dtype: None,
             "max_grad_norm": None,
             "write_back_grads": False,
+            "ema": None,
+            "ema_dtype": None,
+            "seed": 0,
         }
 
     def state_options(self, group: Group, own: dict[str, Any]) -> StateOptions:
@@ -78,4 +111,6 @@ class Rule:
             group.get(self.moment_dtype, own[self.moment_dtype]),
             self.moments_of(group),
             self.first_step_sets_moments,
+            group.get("ema", own["ema"]) is not None,
+            group.get("ema_dtype", own["ema_dtype"]),
         )

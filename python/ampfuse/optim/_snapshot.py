@@ -65,6 +65,8 @@ def put_tensors(state: dict[str, Any], tensors: dict[str, Any], param: Tensor) -
             tensor.copy_(present)
         elif name == "master_param":
             tensor.copy_(new_master(param, tensor.dtype))
+        elif name == "ema_param":
+            tensor.copy_(param)
         else:
             tensor.zero_()
         state[name] = tensor

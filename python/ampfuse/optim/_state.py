@@ -10,7 +10,8 @@ from ampfuse._dtypes import DTYPES_16_BIT
 from ampfuse._graphs import is_capturing
 from ampfuse.gradients.mistakes import has_number
 from ampfuse.gradients.shards import local, sharded_like
-from ampfuse.optim._remainders import join, split
+from ampfuse.optim import _coded
+from ampfuse.optim._remainders import exported, join, split
 from ampfuse.optim._rule import Rule, StateOptions
 from ampfuse.optim.options import MOMENT_DTYPES, dtype_name
 
@@ -31,24 +32,72 @@ def ensure_in(
 def ensure(state: dict[str, Any], param: Tensor, options: StateOptions, spares: Spares) -> None:
     """Create missing entries of a parameter's state, and convert entries of another dtype."""
     of_master = master_dtype(param, options)
-    missing = [name for name in options.moments if state.get(name) is None]
+    missing = [name for name in options.moments if not _has_moment(state, name)]
     if options.counts_steps:
         restarts = bool(missing) and options.first_step_sets_moments
         if "step" not in state or restarts:
             refuse_in_capture()
             # The program may have put moments into the state: they count as set.
-            count = float(options.first_step_sets_moments and not missing)
+            has_set = options.first_step_sets_moments and options.moments and not missing
+            count = 1.0 if has_set else 0.0
             state["step"] = torch.full((), count, dtype=torch.float32, device=param.device)
         else:  # other code may have put it on the host, as torch does
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
-    dtype = moment_dtype(param, options)
-    for name in options.moments:
-        if name in missing:
-            refuse_in_capture()
-            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-        elif isinstance(state[name], Tensor) and state[name].dtype != dtype:
-            state[name] = state[name].to(dtype)
+    if missing:
+        refuse_in_capture()
+    for index, name in enumerate(options.moments):
+        if options.is_coded:
+            ensure_codes(state, param, name, is_signed=index == 0)
+        else:
+            ensure_moment(state, param, name, moment_dtype(param, options))
     ensure_master(state, param, of_master, spares)
+    ensure_ema(state, param, options)
+
+
+def _has_moment(state: dict[str, Any], name: str) -> bool:
+    return state.get(name) is not None or state.get(_coded.code_names(name)[0]) is not None
+
+
+def ensure_moment(state: dict[str, Any], param: Tensor, name: str, dtype: torch.dtype) -> None:
+    """Create a moment of zeros, or convert one of another dtype."""
+    moment = _coded.find(state, name)
+    for entry in _coded.code_names(name):
+        state.pop(entry, None)
+    if moment is None:
+        moment = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    state[name] = moment.to(dtype) if isinstance(moment, Tensor) else moment
+
+
+def ensure_codes(state: dict[str, Any], param: Tensor, name: str, is_signed: bool) -> None:
+    """Create a moment of zeros in 8 bits, or encode one that is there as numbers."""
+    codes, units = _coded.code_names(name)
+    moment = state.pop(name, None)
+    if moment is not None:
+        state[codes], state[units] = _coded.encode(moment, is_signed)
+    elif state.get(codes) is None:
+        state[codes], state[units] = _coded.new_codes(param, is_signed)
+
+
+@torch.no_grad()
+def ensure_ema(state: dict[str, Any], param: Tensor, options: StateOptions) -> None:
+    """Create, convert or delete the average. At first it is what the next step changes."""
+    if not options.has_ema:
+        state.pop("ema_param", None)
+        return
+    dtype = ema_dtype(param, options)
+    if state.get("ema_param") is None:
+        refuse_in_capture()
+        stepped = exported(param, state).get("master_param", param.detach())
+        state["ema_param"] = stepped.to(dtype, copy=True, memory_format=torch.preserve_format)
+    elif state["ema_param"].dtype != dtype:
+        state["ema_param"] = state["ema_param"].to(dtype)
+
+
+def ema_dtype(param: Tensor, options: StateOptions) -> torch.dtype:
+    """Return the dtype of a parameter's average: float64 and complex parameters have their own."""
+    if param.dtype not in (*DTYPES_16_BIT, torch.float32):
+        return param.dtype
+    return MOMENT_DTYPES[dtype_name(options.ema_dtype or torch.float32)]
 
 
 @torch.no_grad()
@@ -103,7 +152,7 @@ def moment_dtype(param: Tensor, options: StateOptions) -> torch.dtype:
 
 def master_dtype(param: Tensor, options: StateOptions) -> torch.dtype | None:
     """Return float32 for masters, int16 for remainders, or None for parameters without either."""
-    if param.dtype not in DTYPES_16_BIT or options.master_weights is False:
+    if param.dtype not in DTYPES_16_BIT or options.master_weights in (False, "stochastic"):
         return None
     return torch.int16 if options.master_weights == "remainder" else torch.float32
 
@@ -178,7 +227,8 @@ def drop_unset_moments(state: dict[str, Any], rule: Rule) -> dict[str, Any]:
         return state
     if local(step).item() != 0:
         return state
-    return {name: value for name, value in state.items() if name not in rule.moments}
+    unset = {entry for name in rule.moments for entry in (name, *_coded.code_names(name))}
+    return {name: value for name, value in state.items() if name not in unset}
 
 
 def converted(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from ampfuse.gradients.devices import move_to
 from ampfuse.gradients.mistakes import note_own_step
 from ampfuse.gradients.signals import Signals
 from ampfuse.optim import options
+from ampfuse.optim._averaged import refuse_averaged
 from ampfuse.optim._clips import grad_norm_tensor, group_clips
 from ampfuse.optim._columns import Columns, describe_parameter
 from ampfuse.optim._traced import traced_columns
@@ -54,6 +55,7 @@ def read_columns(
     optimizer: Any, groups: list[dict[str, Any]], limits: list[float | None]
 ) -> list[list[Columns]]:
     """Return the columns of each group; create missing state, and check everything."""
+    refuse_averaged(optimizer, "step")
     cache = optimizer._columns
     if cache.have_options_changed(groups, optimizer.max_grad_norm):
         options.check_groups(optimizer._rule, groups, optimizer.defaults)
@@ -98,6 +100,7 @@ def step_columns(
             grad_scale=move_to(grad_scale, columns.device),
             found_inf=move_to(found_inf, columns.device),
             adopt_params=True,
+            **columns.extended(),
             **clipping,
         )
     except (TypeError, ValueError) as error:

@@ -16,6 +16,8 @@ from ampfuse.optim import stepping
 from ampfuse.optim._clips import grad_norm_tensor
 from ampfuse.optim._columns import (
     Columns,
+    first_indices,
+    index_after,
     is_plain,
     localized,
     op_options,
@@ -90,35 +92,51 @@ def traced_columns(
         for group in groups
     ]
     optimizer._traced.make_state(with_gradient)
-    return [
-        _group_columns(optimizer, group, [group["params"][index] for index in indices])
-        for group, indices in zip(groups, with_gradient, strict=True)
-    ]
+    columns, first_index = [], 0
+    for group, indices in zip(groups, with_gradient, strict=True):
+        columns.append(_group_columns(optimizer, group, indices, first_index))
+        first_index = index_after(group["params"], first_index)
+    return columns
 
 
-def _group_columns(optimizer: Any, group: dict[str, Any], params: list[Tensor]) -> list[Columns]:
+def _group_columns(
+    optimizer: Any, group: dict[str, Any], indices: list[int], first_index: int
+) -> list[Columns]:
     rule = optimizer._rule
     of_state = rule.state_options(group, optimizer._own_options)
+    params = [group["params"][index] for index in indices]
+    first = first_indices(group["params"], first_index) if of_state.draws_randoms else []
     of_op = op_options(rule, group, optimizer._own_options)
     found: dict[tuple[torch.device, bool], Columns] = {}
-    for param in params:
+    units: dict[tuple[torch.device, bool], list[list[Tensor]]] = {}
+    for index, param in zip(indices, params, strict=True):
         refuse_sparse(param, rule)
         id(param)  # a guard: the graph holds this parameter's state, so it does not fit others
         has_master = master_dtype(param, of_state) is not None
-        state = optimizer.state[param] if of_state.moments or has_master else {}
+        has_state = of_state.counts_steps or has_master
+        state = optimizer.state[param] if has_state else {}
         kind = (param.device, has_master)
         if kind not in found:
             found[kind] = Columns(param.device, options=of_op, moments=[[] for _ in rule.moments])
+            units[kind] = [[] for _ in of_state.unit_entries]
         columns = found[kind]
         assert param.grad is not None
         columns.params.append(param)
         columns.grads.append(param.grad)
-        for name, moment in zip(of_state.moments, columns.moments, strict=False):
+        for name, moment in zip(of_state.moment_entries, columns.moments, strict=False):
             moment.append(state[name])
+        for name, of_moment in zip(of_state.unit_entries, units[kind], strict=True):
+            of_moment.append(state[name])
+        if of_state.has_ema:
+            columns.averages.append(state["ema_param"])
+        if first:
+            columns.first_indices.append(first[index])
         if of_state.counts_steps:
             columns.state_steps.append(state["step"])
         if has_master:
             columns.masters.append(state["master_param"])
+    for kind, columns in found.items():
+        columns.units = [one for of_moment in units[kind] for one in of_moment]
     if all(map(is_plain, params)):
         return list(found.values())
     return [localized(columns) for columns in found.values()]

@@ -57,13 +57,24 @@ class AdamW(Adam, torch.optim.AdamW):
         master_weights: `"auto"` or True keep a float32 master of each 16-bit parameter, which then
             is the master rounded to nearest. `"remainder"` keeps only the 16 bits of the master
             that a bfloat16 parameter lacks, 2 bytes less per element. False steps 16-bit parameters
-            themselves, which loses updates smaller than half their last bit.
-        state_dtype: Dtype of the moments, float32 or bfloat16. With bfloat16 set `betas[1]` to at
-            most 0.99: with 0.999 the second moment cannot shrink, since rounding restores it.
+            themselves, which loses updates smaller than half their last bit. `"stochastic"` steps
+            them, too, but rounds each up or down at random, in proportion, so that small updates
+            take effect on average. It needs no memory; the random numbers depend on `seed`, the
+            number of the step and the element's index, not on the device or the number of ranks.
+        state_dtype: Dtype of the moments, float32, bfloat16 or `"8bit"`. With bfloat16 set
+            `betas[1]` to at most 0.99: with 0.999 the second moment cannot shrink, since rounding
+            restores it. `"8bit"` keeps codes of the moments' square roots, 2.1 bytes per element
+            for both moments, and suits all betas. It takes neither float64 parameters nor
+            `amsgrad`.
         max_grad_norm: Clip the unscaled gradients to this norm, as `torch.nn.utils.clip_grad_norm_`
             does, or None. As an argument, it limits the norm over all groups without a limit of
             their own; as a group option, the norm of that group (inf: no clipping).
         write_back_grads: Leave the unscaled, clipped gradients in `.grad`.
+        ema: Decay of an exponential average of the weights, for example 0.999, or None. The step
+            updates the averages from the masters, in the same pass; see `averaged()`. A skipped
+            step leaves them, and so does a step in which a parameter has no gradient.
+        ema_dtype: Dtype of the averages, float32, or bfloat16, which is rounded at random.
+        seed: Determines the random numbers of `"stochastic"`, `"8bit"` and bfloat16 averages.
         unscale: With `"before"`, a scaler unscales the gradients before it calls `step`, and does
             not call it if they overflow, as with torch's optimizers that are not fused. Choose it
             where a framework clips the gradients, or reads them in hooks (Lightning). It takes one
@@ -103,9 +114,12 @@ class AdamW(Adam, torch.optim.AdamW):
         *,
         maximize: bool = False,
         master_weights: bool | str = "auto",
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
         max_grad_norm: float | None = None,
         write_back_grads: bool = False,
+        ema: float | None = None,
+        ema_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
         unscale: str = "auto",
         process_group: Any = None,
         **unknown: NoReturn,
@@ -125,6 +139,9 @@ class AdamW(Adam, torch.optim.AdamW):
             state_dtype=state_dtype,
             max_grad_norm=max_grad_norm,
             write_back_grads=write_back_grads,
+            ema=ema,
+            ema_dtype=ema_dtype,
+            seed=seed,
             unscale=unscale,
             process_group=process_group,
         )

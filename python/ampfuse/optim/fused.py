@@ -6,6 +6,7 @@ unless requested, and the host never waits for a GPU.
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ampfuse._graphs import groups_of, traced_as
 from ampfuse.gradients.shards import local, refuse_common_ranks
 from ampfuse.gradients.signals import Slot
 from ampfuse.optim import _loading, options, stepping
+from ampfuse.optim._averaged import averages_as_params, refuse_averaged
 from ampfuse.optim._callers import DCP, ZERO, is_called_from
 from ampfuse.optim._columns import ColumnCache, refuse_sparse
 from ampfuse.optim._remainders import exported
@@ -48,6 +50,8 @@ class FusedOptimizer(Optimizer):
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
     _is_in_zero = False  # True if other ranks step other parameters
+    _is_averaged = False  # True while averages are in place of the parameters
+    _decodes_moments = False  # True while a state dict without 8-bit moments is made
     _is_in_graphs = False  # True if graphs write the state in place
     _unscales_in_place = False  # True if a scaler's step writes gradients back
     _has_own_options = True  # False in replacements of torch's classes
@@ -69,6 +73,7 @@ class FusedOptimizer(Optimizer):
         own_options = {
             **own_options,
             rule.moment_dtype: options.dtype_name(own_options[rule.moment_dtype]),
+            "ema_dtype": options.dtype_name(own_options["ema_dtype"]),
             "max_grad_norm": None,  # for groups only: the argument is a limit over all groups
         }
         checked = options.plain(rule, {**defaults, **own_options})
@@ -104,14 +109,15 @@ class FusedOptimizer(Optimizer):
         if self._has_own_options:
             if options.has_torchs(group):  # perhaps from torch's optimizer
                 group = self.param_groups[-1] = options.drop_torchs_options(group)
-            dtype = self._rule.moment_dtype
-            if dtype in group:
-                group[dtype] = options.dtype_name(group[dtype])
+            for dtype in (self._rule.moment_dtype, "ema_dtype"):
+                if dtype in group:
+                    group[dtype] = options.dtype_name(group[dtype])
             options.plain(self._rule, group)
         try:
             options.refuse_other_dtype(self._rule, group)
             options.check_initial(self._rule, group)
-            options.check_params(group, len(self.param_groups) - 1, self._own_options)
+            index = len(self.param_groups) - 1
+            options.check_params(self._rule, group, index, self._own_options)
             if self.process_group is not None:
                 refuse_common_ranks(group["params"], self.process_group)
         except Exception:
@@ -279,12 +285,41 @@ class FusedOptimizer(Optimizer):
         model counts as a write. A remainder stays as it is: the parameter is the other half of its
         master.
         """
+        refuse_averaged(self, "sync_masters_from_model")
         for group in self.param_groups:
             for param in group["params"]:
                 master = self.state.get(param, {}).get("master_param")
                 if master is not None and master.dtype == torch.float32:
                     adopt_param(local(param.detach()).to(master.device), local(master))
         self._written.forget()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Make the parameters their exponential averages for a block, for example to evaluate.
+
+        Parameters without an average yet, or whose group has none, keep their values. Buffers, such
+        as the statistics of batch norms, are not averaged. During the block there is a copy of the
+        parameters. Do not step, save or load the optimizer in it.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            RuntimeError: No group has the option `ema`, or this is called in such a block.
+
+        Examples:
+            >>> import torch, ampfuse
+            >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+            >>> optimizer = ampfuse.SGD([weight], lr=1.0, ema=0.5)
+            >>> for _ in range(2):
+            ...     weight.grad = torch.tensor([1.0])
+            ...     optimizer.step()
+            >>> with optimizer.averaged():
+            ...     print(weight.item())
+            -0.5
+            >>> weight.item()
+            -1.0
+        """
+        return averages_as_params(self)
 
     def options_of(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return all options of a group, with those of the constructor that it does not have.
@@ -325,14 +360,22 @@ class FusedOptimizer(Optimizer):
         """
         snapshot.put_back(self)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, decoded: bool = False) -> dict[str, Any]:
         """Return torch's state dict. Remainders are saved as the float32 masters they represent.
+
+        Moments in 8 bits are saved as codes and units, except those of DTensors and those that
+        torch's distributed checkpoints ask for: shards may cut groups of 32 elements, so these are
+        saved as float32.
+
+        Args:
+            decoded: Save all 8-bit moments as float32, which torch's class can load.
 
         Returns:
             A dict with `state` and `param_groups`, as torch's. Tensors are not copied, except
-            remainders and learning rates.
+            remainders, decoded moments and learning rates.
         """
-        return _loading.saved_state_dict(self)
+        refuse_averaged(self, "state_dict")
+        return _loading.saved_state_dict(self, decoded)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or torch's.
@@ -352,4 +395,5 @@ class FusedOptimizer(Optimizer):
             TypeError: An entry has a wrong type.
             ValueError: An entry is out of range, or does not fit its parameter.
         """
+        refuse_averaged(self, "load_state_dict")
         _loading.load_into(self, state_dict)

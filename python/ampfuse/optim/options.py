@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 
 from ampfuse._arguments import described, is_flag, suggestion
+from ampfuse._dtypes import DTYPES_16_BIT
 from ampfuse._warning import warn_caller
+from ampfuse.optim import _coded
 from ampfuse.optim._rule import Rule
 
 # Groups hold the dtype's name: tools that gather checkpoints from ranks do not support dtypes.
 MOMENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+MASTER_KINDS = ("auto", "remainder", "stochastic")
 
 # Options that choose one of torch's implementations, with torch's defaults. Only the groups of
 # torch's optimizers have them.
@@ -121,20 +125,37 @@ def check_ours(rule: Rule, options: dict[str, Any]) -> None:
     """Raise for invalid values of the options that torch does not have."""
     ours = rule.ours
     master_weights = option(options, "master_weights", ours)
-    if not isinstance(master_weights, bool) and master_weights not in ("auto", "remainder"):
+    if not isinstance(master_weights, bool) and master_weights not in MASTER_KINDS:
         raise ValueError(
-            f'master_weights: expected "auto", True, False or "remainder", got {master_weights!r}'
+            'master_weights: expected "auto", True, False, "remainder" or "stochastic", got '
+            f"{master_weights!r}"
         )
     if not is_flag(option(options, "write_back_grads", ours)):
         raise TypeError(
             f"write_back_grads: expected a bool, got {described(options['write_back_grads'])}"
         )
     dtype = option(options, rule.moment_dtype, ours)
-    if dtype is not None and dtype_name(dtype) not in MOMENT_DTYPES:
+    if dtype is not None and dtype_name(dtype) not in (*MOMENT_DTYPES, _coded.NAME):
         raise ValueError(
-            f"{rule.moment_dtype}: expected torch.float32 or torch.bfloat16, got {dtype}"
+            f'{rule.moment_dtype}: expected torch.float32, torch.bfloat16 or "8bit", got {dtype}'
         )
+    check_ema(option(options, "ema", ours), option(options, "ema_dtype", ours))
+    seed = option(options, "seed", ours)
+    if type(seed) is not int or not -(2**63) <= seed < 2**63:
+        raise TypeError(f"seed: expected an int of 64 bits, got {described(seed)}")
     check_limit(option(options, "max_grad_norm", ours))
+
+
+def check_ema(ema: Any, dtype: Any) -> None:
+    """Raise for an invalid decay or dtype of averages."""
+    if ema is None:
+        return
+    if not is_number(ema):
+        raise TypeError(f"ema: expected None or a number, got {described(ema)}")
+    if not 0 <= ema < 1:
+        raise ValueError(f"ema: expected a decay from 0 to less than 1, got {ema}")
+    if dtype is not None and dtype_name(dtype) not in MOMENT_DTYPES:
+        raise ValueError(f"ema_dtype: expected torch.float32 or torch.bfloat16, got {dtype}")
 
 
 def check_unscale(unscale: str, process_group: Any) -> None:
@@ -162,8 +183,10 @@ def check_limit(max_grad_norm: float | None) -> None:
         raise ValueError(f"max_grad_norm: expected None or at least 0, got {max_grad_norm}")
 
 
-def check_params(group: dict[str, Any], group_index: int, own: dict[str, Any]) -> None:
-    """Raise for a group whose parameters cannot have the masters that its option requests."""
+def check_params(rule: Rule, group: dict[str, Any], group_index: int, own: dict[str, Any]) -> None:
+    """Raise for a group whose parameters cannot have the state that its options request."""
+    if rule.state_options(group, own).is_coded:
+        check_coded(rule, group, group_index)
     if option(group, "master_weights", own) != "remainder":
         return
     for index, param in enumerate(group["params"]):
@@ -171,6 +194,22 @@ def check_params(group: dict[str, Any], group_index: int, own: dict[str, Any]) -
             raise ValueError(
                 f"master_weights='remainder': parameter {index} of group {group_index} is float16, "
                 "and only bfloat16 has a remainder; use master_weights=True in a group of its own"
+            )
+
+
+def check_coded(rule: Rule, group: dict[str, Any], group_index: int) -> None:
+    """Raise for a group whose moments cannot be in 8 bits."""
+    if len(rule.moments_of(group)) > 2:
+        raise ValueError(
+            f'{rule.moment_dtype}="8bit": group {group_index} has amsgrad, whose third moment has '
+            "no 8-bit form; use torch.bfloat16"
+        )
+    for index, param in enumerate(group["params"]):
+        if param.dtype not in (*DTYPES_16_BIT, torch.float32):
+            raise ValueError(
+                f'{rule.moment_dtype}="8bit": parameter {index} of group {group_index} is '
+                f"{param.dtype}, and only float16, bfloat16 and float32 parameters have 8-bit "
+                "moments; use torch.float32 in a group of its own"
             )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ampfuse.checkpoint import CheckpointError
-from checkpointed import Stateful, Training, same, shared_folder
+from checkpointed import Stateful, Training, same, same_within_a_code, shared_folder
 from on_ranks import on_ranks
 from processes import Scenarios
 from sharded_training import DATA_PARALLEL, SHARDED, grads_of, training, whole
@@ -78,7 +78,8 @@ def test_one_process_loads_what_two_have_saved(kind):
     alone = training(1, kind, ranks=1)
     with pytest.warns(UserWarning, match="has loader, too"):
         assert checkpoint.load(result["folder"], rng=False, **alone.objects).step == 3
-    assert same([*alone.tensors(), *grads_of(alone.model)], result["saved"])
+    compare = same_within_a_code if kind == "8-bit moments" else same
+    assert compare([*alone.tensors(), *grads_of(alone.model)], result["saved"])
     alone.run(2)
 
 
@@ -106,7 +107,8 @@ def test_two_ranks_load_what_was_saved_whole(kind):
     checkpoint.load(folder, **sharded.objects)
     loaded = [*whole(sharded.tensors()), *grads_of(sharded.model)]
     sharded.run(2)
-    assert same(loaded, [*one.tensors(), *grads_of(one.model)])
+    compare = same_within_a_code if kind == "8-bit moments" else same
+    assert compare(loaded, [*one.tensors(), *grads_of(one.model)])
 
 
 @on_ranks(scenario, "two kinds")

@@ -49,6 +49,8 @@ OPCHECK_SAMPLES = {
         [scalar(0.0, device), scalar(1.0, device)],
     ),
 }
+# Made of torch's operators; test_coded_moment.py calls opcheck.
+CONVERSIONS = ("decode_moment", "encode_moment")
 # The arguments of losses. Their tests of opcheck are in tests/python/losses.
 LOSS_SAMPLES = CROSS_ENTROPY_SAMPLES | LINEAR_SAMPLES
 
@@ -112,7 +114,7 @@ def test_every_op_answers_on_cuda_with_a_kernel_or_an_error_of_ours(op):
 
 @pytest.mark.parametrize("op", registered_ops())
 def test_ops_are_tagged_compliant_exactly_if_opcheck_covers_them(op):
-    is_covered = op in OPCHECK_SAMPLES | LOSS_SAMPLES
+    is_covered = op in {*OPCHECK_SAMPLES, *LOSS_SAMPLES, *CONVERSIONS}
     # Tracing refuses an op that overwrites its argument and has a gradient.
     assert (torch.Tag.pt2_compliant_tag in overload(op).tags) == is_covered
 

@@ -31,10 +31,16 @@ REFUSED = [
     ({"eps": -1e-8}, "Invalid epsilon value: -1e-08"),
     ({"weight_decay": -1}, "Invalid weight_decay value: -1"),
     *(
-        ({"master_weights": given}, f'expected "auto", True, False or "remainder", got {given!r}')
+        (
+            {"master_weights": given},
+            f'expected "auto", True, False, "remainder" or "stochastic", got {given!r}',
+        )
         for given in ("fp32", None, 0, 1)
     ),
-    ({"state_dtype": torch.float16}, "state_dtype: expected torch.float32 or torch.bfloat16, got"),
+    (
+        {"state_dtype": torch.float16},
+        'state_dtype: expected torch.float32, torch.bfloat16 or "8bit", got',
+    ),
     ({"max_grad_norm": -1.0}, "max_grad_norm: expected None or at least 0, got -1.0"),
     ({"max_grad_norm": float("nan")}, "max_grad_norm: expected None or at least 0, got nan"),
 ]

@@ -262,7 +262,7 @@ REFUSED = [
     ),
     (
         {"momentum_dtype": torch.float16},
-        "momentum_dtype: expected torch.float32 or torch.bfloat16, got float16",
+        'momentum_dtype: expected torch.float32, torch.bfloat16 or "8bit", got float16',
     ),
     ({"max_grad_norm": -1.0}, "max_grad_norm: expected None or at least 0, got -1.0"),
 ]

@@ -53,6 +53,8 @@ MAY_IMPORT = {
 SCALAR_TYPES = re.compile(r"torch/headeronly/|c10/util/(Half|BFloat16|complex)")
 
 MADE_OF_OTHERS = ["linear_cross_entropy"]  # of ATen's products and another operator's kernels
+# Conversions of whole tensors, made of torch's operators.
+MADE_OF_TORCHS = {"coded_moment"}
 STEPS = ["fused_adam", "fused_sgd"]  # their kernels are those of fused_step, for each one's rule
 
 
@@ -182,6 +184,8 @@ def test_op_has_a_file_named_by_its_stem_in_each_layer_and_in_the_tests(stem):
     layers = ("ops", "meta", "linear") if is_made_of_others else ("ops", "meta", "cpu")
     if stem in STEPS:
         layers = ("ops", "cpu/vec")
+    if stem in MADE_OF_TORCHS:
+        layers, is_made_of_others = ("ops",), True
     expected = {f"csrc/{layer}/{stem}.cpp" for layer in layers}
     if stem in STEPS:
         expected |= {f"csrc/cuda/{stem}.cu", f"csrc/math/{stem}.h"}

@@ -24,6 +24,9 @@ KINDS = {
     "remainders": (torch.bfloat16, {"master_weights": "remainder"}),
     "no masters": (torch.bfloat16, {"master_weights": False, "amsgrad": True}),
     "bf16 moments": (torch.bfloat16, {"state_dtype": torch.bfloat16, "amsgrad": True}),
+    "8-bit moments": (torch.bfloat16, {"state_dtype": "8bit", "master_weights": "remainder"}),
+    "stochastic": (torch.float16, {"state_dtype": "8bit", "master_weights": "stochastic"}),
+    "averages": (torch.bfloat16, {"ema": 0.9}),
 }
 EVERY_KIND = pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=KINDS)
 # The dtype and `master_weights` of models with masters.

@@ -168,7 +168,9 @@ def exact_product(x, factor):
 def bits(x):
     """Return the bits of `x` as integers, to compare NaN payloads and the sign of zero, too."""
     numbers = real_parts(x)
-    return numbers.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[numbers.element_size()])
+    return numbers.view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[numbers.element_size()]
+    )
 
 
 def same_bits(a, b):

@@ -18,6 +18,7 @@ SHARDED = (
     "bfloat16 with masters",
     "bfloat16 with remainders",
     "float16 with masters",
+    "8-bit moments",
     "background",
     "replicated",
 )
