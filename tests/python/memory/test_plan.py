@@ -84,11 +84,23 @@ def test_plan_for_a_program_with_sgd_has_its_options():
     assert made.apply(gpt2()) == {"momentum_dtype": torch.bfloat16}
 
 
-def test_weights_in_bfloat16_are_applied():
-    made = planned(1, allow=["bfloat16 weights, remainders"])
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        ("bfloat16 weights, remainders", {"master_weights": "remainder"}),
+        ("bfloat16 weights, stochastic", {"master_weights": "stochastic"}),
+    ],
+)
+def test_weights_in_bfloat16_are_applied(change, options):
+    made = planned(1, allow=[change])
     model = gpt2()
-    assert made.apply(model) == {"master_weights": "remainder"}
+    assert made.apply(model) == options
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+
+
+def test_moments_in_8_bits_are_applied():
+    made = planned(1, allow=["bfloat16 moments", "8-bit moments"])
+    assert made.apply(gpt2()) == {"state_dtype": "8bit"}
 
 
 def test_changes_come_before_checkpoints_and_in_the_order_given(before):

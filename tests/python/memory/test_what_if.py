@@ -60,6 +60,12 @@ def account_of(
 
 CHANGES = {
     "bfloat16 weights, masters": {"weights": BFLOAT16, "has_autocast": False},
+    "bfloat16 weights, stochastic": {
+        "weights": BFLOAT16,
+        "has_autocast": False,
+        "master_weights": "stochastic",
+    },
+    "8-bit moments": {"state_dtype": "8bit"},
     "bfloat16 weights, remainders": {
         "weights": BFLOAT16,
         "has_autocast": False,
@@ -158,6 +164,16 @@ OF_SGD = {
         f'{BFLOAT16_SGD}(..., master_weights="remainder")',
         BFLOAT16,
         {"master_weights": "remainder"},
+    ),
+    "bfloat16 weights, stochastic": (
+        f'{BFLOAT16_SGD}(..., master_weights="stochastic")',
+        BFLOAT16,
+        {"master_weights": "stochastic"},
+    ),
+    "8-bit moments": (
+        'ampfuse.SGD(..., momentum_dtype="8bit")',
+        torch.float32,
+        {"momentum_dtype": "8bit"},
     ),
     "bfloat16 moments": (
         "ampfuse.SGD(..., momentum_dtype=torch.bfloat16)",

@@ -20,7 +20,9 @@ MOMENT_DTYPES = {"AdamW": "state_dtype", "SGD": "momentum_dtype"}  # their optio
 ALLOWED = (
     what_if.MASTER_WEIGHTS.name,
     what_if.BFLOAT16_MOMENTS.name,
+    what_if.CODED_MOMENTS.name,
     what_if.REMAINDERS.name,
+    what_if.STOCHASTIC.name,
     "linear cross-entropy",
 )
 
@@ -78,13 +80,18 @@ class Plan:
             if getattr(block.forward, "func", None) is checkpoint:
                 continue  # applied before
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        if {what_if.MASTER_WEIGHTS.name, what_if.REMAINDERS.name} & set(self.changes):
+        of_weights = (what_if.MASTER_WEIGHTS, what_if.REMAINDERS, what_if.STOCHASTIC)
+        if {change.name for change in of_weights} & set(self.changes):
             model.to(torch.bfloat16)
         options: dict[str, Any] = {}
         if what_if.BFLOAT16_MOMENTS.name in self.changes:
             options[MOMENT_DTYPES[self.optimizer]] = torch.bfloat16
+        if what_if.CODED_MOMENTS.name in self.changes:
+            options[MOMENT_DTYPES[self.optimizer]] = "8bit"
         if what_if.REMAINDERS.name in self.changes:
             options["master_weights"] = "remainder"
+        if what_if.STOCHASTIC.name in self.changes:
+            options["master_weights"] = "stochastic"
         return options
 
 
@@ -109,8 +116,8 @@ def plan(
         step: A function that runs forward, backward and `optimizer.step()`; it is called twice.
         budget: Bytes, or a text like `"24GiB"`, or `"24GB"` for powers of 1000.
         allow: The changes that the plan may make, by their names in `Account.savings`:
-            `"bfloat16 weights, masters"`, `"bfloat16 weights, remainders"`, `"bfloat16 moments"`
-            and `"linear cross-entropy"`.
+            `"bfloat16 weights, masters"`, `"bfloat16 weights, remainders"`, `"bfloat16 weights,
+            stochastic"`, `"bfloat16 moments"`, `"8-bit moments"` and `"linear cross-entropy"`.
         device: What the plan is about: `"cuda"`, or `"cpu"` for a program that trains on a CPU.
 
     Returns:

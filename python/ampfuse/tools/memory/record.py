@@ -17,6 +17,7 @@ class Kind:
     MASTERS = "masters"
     GRADIENTS = "gradients"
     MOMENTS = "moments"
+    AVERAGES = "averages"
     BUFFERS = "buffers"
     ACTIVATIONS = "activations"  # kept from forward until backward
     LOSS = "loss workspace"

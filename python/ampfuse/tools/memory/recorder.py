@@ -254,14 +254,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if type(optimizer) is torch.optim.SGD or isinstance(optimizer, SGD):
             self._replacement = self._replacement or "SGD"
         for state in states_of(optimizer):
-            if "exp_avg_sq" in state:
+            if "exp_avg_sq" in state or "exp_avg_sq_codes" in state:
                 self._replacement = "AdamW"
             for name, value in state.items():
                 if isinstance(value, Tensor):
-                    self.note(Kind.MASTERS if "master" in name else Kind.MOMENTS, [value])
+                    self.note(kind_of_state(name), [value])
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         if self._after_step is not None and self._first.matches(optimizer):
             self._after_step()
+
+
+def kind_of_state(name: str) -> str:
+    """Return the kind of an entry of an optimizer's state."""
+    if name == "ema_param":
+        return Kind.AVERAGES
+    return Kind.MASTERS if "master" in name else Kind.MOMENTS
 
 
 def has_unknown_shape(operator: Any, given: list[Tensor], are_unknown: list[bool]) -> bool:

@@ -13,6 +13,7 @@ from ampfuse import _C
 from ampfuse.tools.memory.record import BACKWARD, FORWARD, Allocation, Kind, Record, is_within
 
 GPUS = 8  # over which the model is sharded in one of the changes
+SHARDED = (Kind.PARAMETERS, Kind.MASTERS, Kind.GRADIENTS, Kind.MOMENTS, Kind.AVERAGES)
 # Operators with a result of the logits' shape, by which the logits are found.
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::mkldnn_linear")
 LOSSES = ("aten::_log_softmax", "ampfuse::cross_entropy_forward", "ampfuse::cross_entropy")
@@ -22,6 +23,7 @@ MOMENT_OPTIONS = {
     "AdamW": "state_dtype=torch.bfloat16, betas=(0.9, 0.95)",
     "SGD": "momentum_dtype=torch.bfloat16",
 }
+CODE_OPTIONS = {"AdamW": 'state_dtype="8bit"', "SGD": 'momentum_dtype="8bit"'}
 
 
 @dataclass(frozen=True)
@@ -30,25 +32,26 @@ class Change:
 
     name: str
     how: str
-    """The text about it, in which `{optimizer}` and `{moments}` depend on the program."""
+    """The text about it. `{optimizer}`, `{moments}` and `{codes}` depend on the program."""
     of: Callable[[Record], list[Allocation] | None]
     """Returns the allocations after the change, or None if it does not concern the program."""
 
     def how_in(self, record: Record) -> str:
         """Return how the program of a record makes the change."""
         moments = MOMENT_OPTIONS.get(record.replacement, "")
-        return self.how.format(optimizer=record.replacement, moments=moments)
+        codes = CODE_OPTIONS.get(record.replacement, "")
+        return self.how.format(optimizer=record.replacement, moments=moments, codes=codes)
 
 
 def bfloat16_weights(record: Record, master_bytes: int) -> list[Allocation] | None:
-    """Return the allocations with a model in bfloat16, and masters of 4 or 2 bytes per weight."""
+    """Return the allocations with a bfloat16 model, and masters of 4, 2 or 0 bytes per weight."""
     weights = [one for one in record.allocations if _is_float32(one, Kind.PARAMETERS)]
     if not (weights and record.replacement):
         return None
     masters = [
         replace(one, kind=Kind.MASTERS, bytes=one.shape.numel() * master_bytes)
         for one in weights
-        if one.is_trained
+        if one.is_trained and master_bytes > 0
     ]
     return masters + [
         _halve(one) if _is_float32(one, Kind.PARAMETERS, Kind.GRADIENTS, "") else one
@@ -63,6 +66,19 @@ def bfloat16_moments(record: Record) -> list[Allocation] | None:
     if not (has_moments and record.replacement):
         return None
     return [_halve(one) if _is_float32(one, Kind.MOMENTS) else one for one in record.allocations]
+
+
+def coded_moments(record: Record) -> list[Allocation] | None:
+    """Return the allocations with an optimizer that keeps its moments in 8 bits."""
+
+    moments = [one for one in record.allocations if one.kind == Kind.MOMENTS]
+    if not record.replacement or any(one.dtype == torch.int8 for one in moments):
+        return None
+    numbers = (torch.float32, torch.bfloat16)
+    changed = {id(one) for one in moments if one.dtype in numbers and one.shape.numel() > 1}
+    if not changed:
+        return None
+    return [_code(one) if id(one) in changed else one for one in record.allocations]
 
 
 def drop_logits(record: Record) -> list[Allocation] | None:
@@ -172,9 +188,7 @@ def sharded(record: Record) -> list[Allocation] | None:
     if not record.for_gpu:
         return None
     return [
-        replace(one, bytes=-(-one.bytes // GPUS))
-        if one.kind in (Kind.PARAMETERS, Kind.MASTERS, Kind.GRADIENTS, Kind.MOMENTS)
-        else one
+        replace(one, bytes=-(-one.bytes // GPUS)) if one.kind in SHARDED else one
         for one in record.allocations
     ]
 
@@ -198,6 +212,12 @@ def _halve(one: Allocation) -> Allocation:
     return replace(one, bytes=one.bytes // 2, dtype=torch.bfloat16)
 
 
+def _code(one: Allocation) -> Allocation:
+    """Return a moment in 8 bits: a code per element, and two bytes per group of 32."""
+    count = one.shape.numel()
+    return replace(one, bytes=count + 2 * -(-count // 32), dtype=torch.uint8)
+
+
 MASTER_WEIGHTS = Change(
     "bfloat16 weights, masters",
     "model.to(torch.bfloat16) and ampfuse.{optimizer}",
@@ -208,6 +228,12 @@ REMAINDERS = Change(
     'model.to(torch.bfloat16) and ampfuse.{optimizer}(..., master_weights="remainder")',
     lambda record: bfloat16_weights(record, 2),
 )
+STOCHASTIC = Change(
+    "bfloat16 weights, stochastic",
+    'model.to(torch.bfloat16) and ampfuse.{optimizer}(..., master_weights="stochastic")',
+    lambda record: bfloat16_weights(record, 0),
+)
+CODED_MOMENTS = Change("8-bit moments", "ampfuse.{optimizer}(..., {codes})", coded_moments)
 BFLOAT16_MOMENTS = Change(
     "bfloat16 moments", "ampfuse.{optimizer}(..., {moments})", bfloat16_moments
 )
@@ -225,6 +251,8 @@ COMBINED = [change.name for change in (REMAINDERS, *OTHERS)]
 CHANGES = (
     MASTER_WEIGHTS,
     REMAINDERS,
+    STOCHASTIC,
+    CODED_MOMENTS,
     *OTHERS,
     ALL,
     Change(f"sharded over {GPUS} GPUs", "torch.distributed.fsdp.fully_shard", sharded),
