@@ -8,14 +8,20 @@ namespace {
 
 Dict state_of(FusedParamState& saved, const at::Tensor& master) {
   Dict state = new_dict();
-  const auto add = [&](const char* name, const at::Tensor& tensor) {
+  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
     if (tensor.defined()) state.insert(name, tensor);
   };
   add("step", saved.step());
   if (saved.has_started()) {
-    for (const auto& moment : saved.moments()) add(moment.name, moment.tensor);
+    for (const auto& moment : saved.moments()) {
+      const std::string name = moment.name;
+      const bool has_codes = moment.units && moment.units->defined();
+      add(has_codes ? name + "_codes" : name, moment.tensor);
+      if (has_codes) add(name + "_units", *moment.units);
+    }
   }
   if (saved.master_param().defined()) add("master_param", master);
+  add("ema_param", saved.ema_param());
   return state;
 }
 

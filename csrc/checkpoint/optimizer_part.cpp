@@ -23,7 +23,7 @@ namespace {
 // Entries of a state that have the shape of the parameter.
 constexpr const char* kShapedLikeParams[] = {
     "exp_avg",  "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg",
-    "grad_avg", "sum",        "master_param"};
+    "grad_avg", "sum",        "master_param",   "ema_param"};
 
 // Returns the name of the class in Python if Python's class has the same state, else in C++.
 std::string class_of(const torch::optim::Optimizer& optimizer) {

@@ -9,6 +9,7 @@
 
 #include "../math/coded_moment.h"
 #include "../math/fused_step.h"
+#include "../math/stochastic_rounding.h"
 #include "named_values.h"
 
 namespace ampfuse {

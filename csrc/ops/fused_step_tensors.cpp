@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty_strided.h>
 
-#include "../math/stochastic_rounding.h"
 #include "../tensors/each_tensor.h"
 #include "../tensors/tensor_list.h"
 

@@ -21,6 +21,9 @@ constexpr auto visit_adam_options = [](auto& left, auto& right, const auto& visi
   visit("state_dtype", left.state_dtype(), right.state_dtype());
   visit("max_grad_norm", left.max_grad_norm(), right.max_grad_norm());
   visit("write_back_grads", left.write_back_grads(), right.write_back_grads());
+  visit("ema", left.ema(), right.ema());
+  visit("ema_dtype", left.ema_dtype(), right.ema_dtype());
+  visit("seed", left.seed(), right.seed());
 };
 
 }  // namespace
@@ -73,8 +76,9 @@ void AdamParamState::serialize(torch::serialize::InputArchive& archive) {
 }
 
 FusedParamState::Moments AdamParamState::moments() {
-  return {
-      {"exp_avg", exp_avg()}, {"exp_avg_sq", exp_avg_sq()}, {"max_exp_avg_sq", max_exp_avg_sq()}};
+  return {{"exp_avg", exp_avg(), &exp_avg_units()},
+          {"exp_avg_sq", exp_avg_sq(), &exp_avg_sq_units()},
+          {"max_exp_avg_sq", max_exp_avg_sq(), nullptr}};
 }
 
 std::unique_ptr<torch::optim::OptimizerParamState> AdamParamState::clone() const {
@@ -120,7 +124,7 @@ void warn_of_slow_decay(const AdamOptionsOf<kDecoupledWeightDecay>& options) {
 template <bool kDecoupledWeightDecay>
 void step_adam(const AdamOptionsOf<kDecoupledWeightDecay>& options, const optim::StepLists& lists,
                const optim::StepSignals& signals) {
-  auto of_step = optim::operator_options<FusedAdamOptions>(options, signals);
+  auto of_step = optim::operator_options<FusedAdamOptions>(options, signals, lists);
   std::tie(of_step.beta1, of_step.beta2) = options.betas();
   of_step.eps = options.eps();
   of_step.amsgrad = options.amsgrad();
@@ -128,7 +132,7 @@ void step_adam(const AdamOptionsOf<kDecoupledWeightDecay>& options, const optim:
   const auto& moments = lists.moments;
   fused_adam({lists.params, lists.grads, moments[0], moments[1],
               options.amsgrad() ? at::TensorList(moments[2]) : at::TensorList(), lists.state_steps,
-              lists.masters},
+              lists.masters, lists.units, lists.ema_params},
              of_step);
 }
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "../ops/fused_step.h"
 #include "../tensors/dtype_name.h"
 #include "../tensors/float_dtypes.h"
 #include "../tensors/tensor_list.h"
@@ -60,11 +61,34 @@ void check_fits(const char* name, const at::Tensor& tensor, const at::Tensor& pa
   check(has_memory(tensor) && !tensor.is_meta(), "a tensor with memory, got none");
 }
 
+void check_codes(const FusedParamState::Moment& moment, const at::Tensor& param,
+                 const ParamIndex& index) {
+  const at::Tensor& codes = moment.tensor;
+  const at::Tensor& units = *moment.units;
+  const int64_t groups = number_of_units(param.numel());
+  TORCH_CHECK_VALUE(codes.defined() && codes.sizes() == param.sizes() && has_memory(codes) &&
+                        (codes.scalar_type() == at::kChar || codes.scalar_type() == at::kByte),
+                    "loaded state dict: ", moment.name, "_codes of ", index,
+                    ": expected int8 or uint8 of shape ", param.sizes());
+  TORCH_CHECK_VALUE(units.dim() == 1 && units.size(0) == groups && has_memory(units) &&
+                        units.scalar_type() == at::kBFloat16,
+                    "loaded state dict: ", moment.name, "_units of ", index, ": expected ", groups,
+                    " bfloat16, got ", dtype_name(units.scalar_type()), " of shape ",
+                    units.sizes());
+}
+
 void check_state(FusedParamState& state, const at::Tensor& param, const ParamIndex& index,
                  const OptimizerRule& rule) {
   rule.check_archived(state, c10::str(index));
-  for (const auto& moment : state.moments()) check_fits(moment.name, moment.tensor, param, index);
+  for (const auto& moment : state.moments()) {
+    if (moment.units && moment.units->defined()) {
+      check_codes(moment, param, index);
+    } else {
+      check_fits(moment.name, moment.tensor, param, index);
+    }
+  }
   check_fits("master_param", state.master_param(), param, index);
+  check_fits("ema_param", state.ema_param(), param, index);
   const at::Tensor& step = state.step();
   TORCH_CHECK_VALUE(step.layout() == at::kStrided && step.numel() == 1 && !step.is_complex() &&
                         has_memory(step) && !step.is_meta(),
@@ -158,6 +182,7 @@ at::Tensor saved_master(const at::Tensor& param, const at::Tensor& master) {
 }  // namespace
 
 void FusedOptimizer::save(OutputArchive& archive) const {
+  refuse_averaged("save");
   const c10::NoGradGuard no_grad;
   OutputArchive states(archive.compilation_unit());
   OutputArchive groups(archive.compilation_unit());
@@ -191,6 +216,7 @@ void FusedOptimizer::save(OutputArchive& archive) const {
 }
 
 void FusedOptimizer::load(InputArchive& archive) {
+  refuse_averaged("load");
   const c10::NoGradGuard no_grad;
   InputArchive states;
   InputArchive groups;

@@ -131,6 +131,8 @@ std::vector<uintptr_t> checked_properties(const std::vector<GroupLists>& groups)
         add(*state, /*with_address=*/true);
       }
       for (const auto& moments : lists.moments) add(moments, /*with_address=*/true);
+      add(lists.units, /*with_address=*/true);
+      add(lists.ema_params, /*with_address=*/true);
       add(lists.grads, group.settings.write_back_grads);
       properties.push_back(0);
     }
@@ -236,6 +238,7 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
     loss = closure();
   }
   const c10::NoGradGuard no_grad;
+  refuse_averaged("step");
   check_scalar("grad_scale", grad_scale);
   check_scalar("found_inf", found_inf);
   check_repeats();
@@ -243,8 +246,9 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
   const auto settings = checked_settings(param_groups_, max_grad_norm, *rule_);
   adopt_written_params();
   std::vector<GroupLists> groups;
+  int64_t first_index = 0;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
-    groups.push_back(optim::read_group(param_groups_[i], settings[i], state_, *rule_));
+    groups.push_back(optim::read_group(param_groups_[i], settings[i], state_, *rule_, first_index));
   }
   if (number_of_calls(groups) > 1) {
     auto properties = checked_properties(groups);
@@ -278,7 +282,42 @@ std::vector<at::Tensor> FusedOptimizer::master_params() const {
   return stepped;
 }
 
+void FusedOptimizer::refuse_averaged(const char* method) const {
+  TORCH_CHECK(!*is_averaged_, method,
+              "(): the parameters are averages while the result of averaged() lives; destroy it "
+              "first");
+}
+
+AveragedParams FusedOptimizer::averaged() {
+  refuse_averaged("averaged");
+  const c10::NoGradGuard no_grad;
+  std::vector<AveragedParams::Swapped> swapped;
+  bool has_ema = false;
+  for (size_t i = 0; i < param_groups_.size(); ++i) {
+    has_ema |= rule_->checked_settings(param_groups_[i].options(), i).has_ema;
+    for (const at::Tensor& param : param_groups_[i].params()) {
+      const FusedParamState* state = optim::find_state(state_, param);
+      if (!state || !state->ema_param().defined()) continue;
+      swapped.push_back({param, param.detach().clone()});
+    }
+  }
+  TORCH_CHECK(has_ema, "averaged(): there are no averages; set for example ema(0.999)");
+  for (const auto& [param, own] : swapped) {
+    param.copy_(optim::find_state(state_, param)->ema_param());
+  }
+  *is_averaged_ = true;
+  return {std::move(swapped), is_averaged_};
+}
+
+AveragedParams::~AveragedParams() {
+  if (!is_averaged_) return;  // moved from
+  const c10::NoGradGuard no_grad;
+  for (const auto& [param, own] : swapped_) param.copy_(own);
+  *is_averaged_ = false;
+}
+
 void FusedOptimizer::sync_masters_from_model() {
+  refuse_averaged("sync_masters_from_model");
   const c10::NoGradGuard no_grad;
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {

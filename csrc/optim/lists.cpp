@@ -2,6 +2,9 @@
 
 #include <ATen/ops/view_as_real.h>
 
+#include "../ops/fused_step.h"
+#include "../tensors/dtype_name.h"
+#include "../tensors/float_dtypes.h"
 #include "../tensors/tensor_list.h"
 #include "state.h"
 
@@ -21,12 +24,27 @@ at::Tensor as_real(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
+// Reads the units of moments in 8 bits: of all first moments, then of all second ones.
+void read_units(const torch::optim::OptimizerParamGroup& group, const GroupSettings& settings,
+                const StateMap& states, std::vector<StepLists>& all) {
+  for (size_t i = 0; i < settings.moments; ++i) {
+    for (const at::Tensor& param : group.params()) {
+      if (!param.grad().defined()) continue;
+      FusedParamState* const state = find_state(states, param);
+      StepLists& lists = lists_for(all, param.device(), state->master_param().defined());
+      lists.units.push_back(*state->moments()[i].units);
+    }
+  }
+}
+
 }  // namespace
 
 GroupLists read_group(const torch::optim::OptimizerParamGroup& group, const GroupSettings& settings,
-                      StateMap& states, const OptimizerRule& rule) {
+                      StateMap& states, const OptimizerRule& rule, int64_t& first_index) {
   GroupLists read = {settings, group.options(), {}};
   for (const at::Tensor& param : group.params()) {
+    const int64_t index = first_index;
+    first_index = math::index_after(first_index, param.numel());
     if (!param.grad().defined()) continue;
     resolve_conjugate_grad(param);
     FusedParamState* const state = ensure_state(states, param, settings, rule);
@@ -39,14 +57,20 @@ GroupLists read_group(const torch::optim::OptimizerParamGroup& group, const Grou
     for (size_t i = 0; i < settings.moments; ++i) {
       lists.moments[i].push_back(as_real(moments[i].tensor));
     }
-    if (settings.moments > 0) lists.state_steps.push_back(state->step());
+    if (settings.counts_steps()) lists.state_steps.push_back(state->step());
     if (has_master) lists.masters.push_back(state->master_param());
+    if (settings.has_ema) lists.ema_params.push_back(as_real(state->ema_param()));
+    lists.first_indices.push_back(index);
   }
+  if (settings.is_coded()) read_units(group, settings, states, read.lists);
   return read;
 }
 
 void check_params(const torch::optim::OptimizerParamGroup& group, const GroupSettings& settings,
                   size_t group_index, const OptimizerRule& rule) {
+  TORCH_CHECK_VALUE(!settings.is_coded() || settings.moments <= math::kMostCodedMoments,
+                    "8-bit moments: group ", group_index,
+                    " has amsgrad, whose third moment has no 8-bit form; use kBFloat16");
   for (size_t index = 0; index < group.params().size(); ++index) {
     const at::Tensor& param = group.params()[index];
     TORCH_CHECK_TYPE(param.defined(), "parameter ", index, " of group ", group_index,
@@ -57,6 +81,12 @@ void check_params(const torch::optim::OptimizerParamGroup& group, const GroupSet
         " is float16, and only bfloat16 has a remainder; use MasterWeights::kAuto in a group of "
         "its "
         "own");
+    TORCH_CHECK_VALUE(
+        !settings.is_coded() || is_16bit(param.scalar_type()) || param.scalar_type() == at::kFloat,
+        "8-bit moments: parameter ", index, " of group ", group_index, " is ",
+        dtype_name(param.scalar_type()),
+        ", and only half, bfloat16 and float parameters have them; use kFloat in a "
+        "group of its own");
     const at::Tensor& grad = param.grad();
     if (!grad.defined()) continue;
     TORCH_CHECK(!grad.is_sparse(), "parameter ", index, " of group ", group_index, ": ",

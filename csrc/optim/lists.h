@@ -11,9 +11,11 @@ struct GroupLists {
   std::vector<StepLists> lists;
 };
 
-/// Reads the parameters of a group that have a gradient, and creates missing state.
+/// Reads the parameters of a group that have a gradient, and creates missing state. `first_index`
+/// is the index of the group's first element among all elements of the model; it becomes that of
+/// the next group.
 GroupLists read_group(const torch::optim::OptimizerParamGroup& group, const GroupSettings& settings,
-                      StateMap& states, const OptimizerRule& rule);
+                      StateMap& states, const OptimizerRule& rule, int64_t& first_index);
 
 /// Throws for parameters that cannot have the masters that the settings ask for, and for gradients
 /// that a step cannot use.

@@ -17,6 +17,9 @@ void check_settings(const GroupSettings& settings, const char* dtype_option);
 /// call this: schedules may go below 0 later, as in torch.
 void check_initial(const GroupSettings& settings);
 
+/// Throws for a decay or a dtype that averages cannot have.
+void check_ema(std::optional<double> decay, at::ScalarType dtype);
+
 /// Throws unless the limit is absent or at least 0.
 void check_max_grad_norm(std::optional<double> max_grad_norm);
 
@@ -30,14 +33,18 @@ GroupSettings checked_settings(const Options& options, size_t moments, const cha
                                   .moment_dtype = moment_dtype,
                                   .max_grad_norm = options.max_grad_norm(),
                                   .write_back_grads = options.write_back_grads(),
-                                  .moments = moments};
+                                  .moments = moments,
+                                  .has_ema = options.ema().has_value(),
+                                  .ema_dtype = options.ema_dtype()};
+  check_ema(options.ema(), options.ema_dtype());
   check_settings(settings, dtype_option);
   return settings;
 }
 
-/// Makes an operator's options with the values that all operators take.
+/// Makes an operator's options with the values that all operators take. They refer to the lists.
 template <typename OperatorOptions, typename Options>
-OperatorOptions operator_options(const Options& options, const StepSignals& signals) {
+OperatorOptions operator_options(const Options& options, const StepSignals& signals,
+                                 const StepLists& lists) {
   OperatorOptions made;
   made.lr = at::scalar_tensor(options.lr(), at::kDouble);
   made.weight_decay = options.weight_decay();
@@ -49,6 +56,10 @@ OperatorOptions operator_options(const Options& options, const StepSignals& sign
   made.max_norm = signals.max_norm;
   made.grad_norm = signals.grad_norm;
   made.adopt_params = true;
+  made.ema_decay = options.ema().value_or(0);
+  made.round_at_random = options.master_weights() == MasterWeights::kStochastic;
+  made.seed = options.seed();
+  made.first_indices = lists.first_indices;
   return made;
 }
 

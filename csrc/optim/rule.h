@@ -19,6 +19,13 @@ struct GroupSettings {
   std::optional<double> max_grad_norm;
   bool write_back_grads;
   size_t moments;  // number of moments that a step needs: the first of those of a state
+  bool has_ema;
+  at::ScalarType ema_dtype;
+
+  bool is_coded() const { return moment_dtype == at::kChar && moments > 0; }
+  bool counts_steps() const {
+    return moments > 0 || has_ema || master_weights == MasterWeights::kStochastic;
+  }
 };
 
 /// The tensors that one call of the operator steps: on one device, all with masters or all without.
@@ -29,8 +36,12 @@ struct StepLists {
   std::vector<at::Tensor> params = {};
   std::vector<at::Tensor> grads = {};
   std::vector<std::vector<at::Tensor>> moments = {};  // a list for each moment that a step needs
-  std::vector<at::Tensor> state_steps = {};           // empty without moments
+  std::vector<at::Tensor> state_steps = {};           // empty if nothing counts steps
   std::vector<at::Tensor> masters = {};
+  std::vector<at::Tensor> units =
+      {};  // of moments in 8 bits: of first moments, then of second ones
+  std::vector<at::Tensor> ema_params = {};
+  std::vector<int64_t> first_indices = {};  // of each parameter, among all elements of the model
 };
 
 /// Scale, flag and norms of a step, on the device of its lists. The options of the operators say

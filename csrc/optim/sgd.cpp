@@ -23,6 +23,9 @@ constexpr auto visit_sgd_options = [](auto& left, auto& right, const auto& visit
   visit("momentum_dtype", left.momentum_dtype(), right.momentum_dtype());
   visit("max_grad_norm", left.max_grad_norm(), right.max_grad_norm());
   visit("write_back_grads", left.write_back_grads(), right.write_back_grads());
+  visit("ema", left.ema(), right.ema());
+  visit("ema_dtype", left.ema_dtype(), right.ema_dtype());
+  visit("seed", left.seed(), right.seed());
 };
 
 }  // namespace
@@ -51,7 +54,7 @@ void SGDParamState::serialize(torch::serialize::InputArchive& archive) {
 }
 
 FusedParamState::Moments SGDParamState::moments() {
-  return {{"momentum_buffer", momentum_buffer()}};
+  return {{"momentum_buffer", momentum_buffer(), &momentum_buffer_units()}};
 }
 
 bool SGDParamState::has_started() const {
@@ -95,14 +98,14 @@ class SGDRule : public OptimizerRule {
   void step(const torch::optim::OptimizerOptions& options, const optim::StepLists& lists,
             const optim::StepSignals& signals) const override {
     const auto& sgd = dynamic_cast<const SGDOptions&>(options);
-    auto of_step = optim::operator_options<FusedSgdOptions>(sgd, signals);
+    auto of_step = optim::operator_options<FusedSgdOptions>(sgd, signals, lists);
     of_step.momentum = sgd.momentum();
     of_step.dampening = sgd.dampening();
     of_step.nesterov = sgd.nesterov() && sgd.momentum() != 0;  // as in torch
     const bool has_momentum = !lists.moments.empty();
     fused_sgd({lists.params, lists.grads,
                has_momentum ? at::TensorList(lists.moments[0]) : at::TensorList(),
-               lists.state_steps, lists.masters},
+               lists.state_steps, lists.masters, lists.units, lists.ema_params},
               of_step);
   }
 

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/serialize/archive.h>
 
+#include "../ops/coded_moment.h"
 #include "../tensors/dtype_name.h"
 #include "../tensors/float_dtypes.h"
 
@@ -10,21 +11,28 @@ namespace ampfuse {
 
 // Steps are written as integers, as torch writes them, so that torch's optimizers can read them.
 void FusedParamState::serialize(torch::serialize::OutputArchive& archive) const {
-  const auto write = [&](const char* name, const at::Tensor& tensor) {
+  const auto write = [&](const std::string& name, const at::Tensor& tensor) {
     if (tensor.defined()) archive.write(name, torch::IValue(tensor));
   };
   archive.write("step", torch::IValue(step().defined() ? step().item<int64_t>() : 0));
   if (has_started()) {
     const auto copy = clone();  // shares the tensors
     for (const Moment& moment : static_cast<FusedParamState&>(*copy).moments()) {
-      write(moment.name, moment.tensor);
+      const std::string name = moment.name;
+      if (moment.units && moment.units->defined()) {
+        write(name + "_codes", moment.tensor);
+        write(name + "_units", *moment.units);
+      } else {
+        write(name, moment.tensor);
+      }
     }
   }
   write("master_param", master_param());
+  write("ema_param", ema_param());
 }
 
 void FusedParamState::serialize(torch::serialize::InputArchive& archive) {
-  const auto read = [&](const char* name) {
+  const auto read = [&](const std::string& name) {
     torch::IValue saved;
     return archive.try_read(name, saved) ? saved.toTensor() : at::Tensor();
   };
@@ -32,31 +40,69 @@ void FusedParamState::serialize(torch::serialize::InputArchive& archive) {
   if (archive.try_read("step", taken)) {
     step(taken.isTensor() ? taken.toTensor() : at::scalar_tensor(taken.toScalar(), at::kFloat));
   }
-  for (const Moment& moment : moments()) moment.tensor = read(moment.name);
+  for (const Moment& moment : moments()) {
+    const std::string name = moment.name;
+    if (moment.units) *moment.units = read(name + "_units");
+    moment.tensor = read(moment.units && moment.units->defined() ? name + "_codes" : name);
+  }
   master_param(read("master_param"));
+  ema_param(read("ema_param"));
 }
 
 namespace optim {
 
 namespace {
 
-// Moments of double and complex parameters have the parameter's dtype.
+// Returns the dtype of a moment as a number. Those of double and complex parameters have the
+// parameter's dtype.
 at::ScalarType moment_dtype(const at::Tensor& param, const GroupSettings& settings) {
   const at::ScalarType dtype = param.scalar_type();
-  return is_16bit(dtype) || dtype == at::kFloat ? settings.moment_dtype : dtype;
+  if (!is_16bit(dtype) && dtype != at::kFloat) return dtype;
+  return settings.moment_dtype == at::kChar ? at::kFloat : settings.moment_dtype;
 }
 
 // Returns nullopt if the parameter needs no master.
 std::optional<at::ScalarType> master_dtype(const at::Tensor& param, const GroupSettings& settings) {
-  if (!is_16bit(param.scalar_type()) || settings.master_weights == MasterWeights::kOff) {
+  if (!is_16bit(param.scalar_type()) || settings.master_weights == MasterWeights::kOff ||
+      settings.master_weights == MasterWeights::kStochastic) {
     return std::nullopt;
   }
   return settings.master_weights == MasterWeights::kRemainder ? at::kShort : at::kFloat;
 }
 
-void ensure_moment(at::Tensor& moment, const at::Tensor& param, at::ScalarType dtype) {
-  if (moment.defined()) return;
-  moment = at::zeros_like(param, param.options().dtype(dtype), at::MemoryFormat::Preserve);
+at::Tensor zeros_like(const at::Tensor& param, at::ScalarType dtype) {
+  return at::zeros_like(param, param.options().dtype(dtype), at::MemoryFormat::Preserve);
+}
+
+// Sets a moment, as codes and units or as a number.
+void set_moment(const FusedParamState::Moment& moment, const at::Tensor& number, bool is_signed,
+                bool as_codes) {
+  if (as_codes) {
+    const CodedMoment coded = encode_moment(number, is_signed);
+    moment.tensor = coded.codes;
+    *moment.units = coded.units;
+  } else {
+    moment.tensor = number;
+    if (moment.units) moment.units->reset();
+  }
+}
+
+// Returns the dtype of a parameter's average.
+at::ScalarType ema_dtype(const at::Tensor& param, const GroupSettings& settings) {
+  const at::ScalarType dtype = param.scalar_type();
+  return is_16bit(dtype) || dtype == at::kFloat ? settings.ema_dtype : dtype;
+}
+
+// Creates the average, with the value that the next step changes, or deletes it.
+void ensure_ema(FusedParamState& state, const at::Tensor& param, const GroupSettings& settings) {
+  if (!settings.has_ema) {
+    state.ema_param({});
+  } else if (!state.ema_param().defined()) {
+    const at::Tensor& master = state.master_param();
+    const at::Tensor stepped = master.defined() ? whole_master(param, master) : param.detach();
+    state.ema_param(stepped.to(ema_dtype(param, settings), /*non_blocking=*/false, /*copy=*/true,
+                               at::MemoryFormat::Preserve));
+  }
 }
 
 // Returns a copy with the memory layout of the parameter, or undefined if nothing was saved.
@@ -81,6 +127,7 @@ void put(at::Tensor& existing, const at::Tensor& value) {
 void check_is_of(const FusedParamState::Moment& moment, const at::Tensor& param) {
   const at::Tensor& tensor = moment.tensor;
   if (!tensor.defined()) return;
+  if (moment.units && moment.units->defined()) return;  // the operator checks codes
   const auto is_double = [](const at::Tensor& of) {
     return c10::toRealValueType(of.scalar_type()) == at::kDouble;
   };
@@ -119,6 +166,11 @@ at::Tensor new_master(const at::Tensor& param, at::ScalarType dtype) {
                            at::MemoryFormat::Preserve);
 }
 
+at::Tensor number_of(const FusedParamState::Moment& moment) {
+  const bool has_codes = moment.units && moment.units->defined();
+  return has_codes ? decode_moment(moment.tensor, *moment.units) : moment.tensor;
+}
+
 at::Tensor adopt_param(const at::Tensor& param, const at::Tensor& master) {
   const at::Tensor rounded = master.to(param.scalar_type());
   const at::Tensor both_nan = rounded.isnan() & param.isnan();
@@ -148,7 +200,7 @@ FusedParamState* ensure_state(StateMap& states, const at::Tensor& param,
                               const GroupSettings& settings, const OptimizerRule& rule) {
   const auto of_master = master_dtype(param, settings);
   FusedParamState* state = find_state(states, param);
-  if (!state && settings.moments == 0 && !of_master) return nullptr;
+  if (!state && !settings.counts_steps() && !of_master) return nullptr;
   if (!state) {
     auto made = rule.new_state();
     state = made.get();
@@ -161,9 +213,16 @@ FusedParamState* ensure_state(StateMap& states, const at::Tensor& param,
     state->step(at::zeros({}, param.options().dtype(at::kFloat)));
   }
   for (size_t i = 0; i < settings.moments; ++i) {
-    // All moments have one dtype, even if the option was changed after the first step.
-    ensure_moment(moments[i].tensor, param,
-                  i == 0 ? moment_dtype(param, settings) : moments[0].tensor.scalar_type());
+    const bool has_codes = moments[i].units && moments[i].units->defined();
+    if (settings.is_coded() != has_codes || !moments[i].tensor.defined()) {
+      // Between numbers and 8 bits moments are converted. Otherwise all moments keep the dtype of
+      // the first, even if the option was changed after the first step.
+      const at::ScalarType dtype = i > 0 && !settings.is_coded() ? moments[0].tensor.scalar_type()
+                                                                 : moment_dtype(param, settings);
+      const at::Tensor number = number_of(moments[i]);
+      set_moment(moments[i], number.defined() ? number.to(dtype) : zeros_like(param, dtype), i == 0,
+                 settings.is_coded());
+    }
   }
   TORCH_CHECK_TYPE(!state->master_param().defined() || is_16bit(param.scalar_type()),
                    "a parameter of shape ", param.sizes(), " has a master, but it is ",
@@ -174,6 +233,7 @@ FusedParamState* ensure_state(StateMap& states, const at::Tensor& param,
     state->master_param(new_master(param, *of_master));
   }
   for (const auto& moment : moments) check_is_of(moment, param);
+  ensure_ema(*state, param, settings);
   return state;
 }
 
@@ -187,9 +247,21 @@ NewState new_state(FusedParamState& saved, const at::Tensor& param, const GroupS
   const auto saved_moments = saved.moments();
   bool has_moments = false;
   for (size_t i = 0; i < moments.size(); ++i) {
-    const at::Tensor& moment = saved_moments[i].tensor;
-    moments[i].tensor = converted(moment, param, moment_dtype(param, settings));
-    has_moments = has_moments || moment.defined();
+    const FusedParamState::Moment& moment = saved_moments[i];
+    if (!moment.tensor.defined()) continue;
+    has_moments = true;
+    const bool as_codes = settings.moment_dtype == at::kChar && moment.units != nullptr;
+    const bool has_codes = moment.units && moment.units->defined();
+    if (as_codes && has_codes && moment.tensor.strides() == param.strides()) {
+      moments[i].tensor = converted(moment.tensor, param, moment.tensor.scalar_type());
+      *moments[i].units = moment.units->to(param.device());
+      continue;
+    }
+    set_moment(moments[i], converted(number_of(moment), param, moment_dtype(param, settings)),
+               i == 0, as_codes);
+  }
+  if (settings.has_ema) {
+    state.ema_param(converted(saved.ema_param(), param, ema_dtype(param, settings)));
   }
   at::Tensor master = saved.master_param();
   const auto of_master = master.defined() ? master_dtype(param, settings) : std::nullopt;
@@ -200,7 +272,7 @@ NewState new_state(FusedParamState& saved, const at::Tensor& param, const GroupS
     master = split.remainder;
   }
   if (of_master) state.master_param(converted(master, param, *of_master));
-  if (!has_moments && !of_master) made.state.reset();
+  if (!has_moments && !of_master && !state.ema_param().defined()) made.state.reset();
   return made;
 }
 
@@ -215,8 +287,12 @@ void put_state(StateMap& states, NewState made, const at::Tensor& param) {
     put(existing->step(), made.state->step());
     const auto present = existing->moments();
     const auto moments = made.state->moments();
-    for (size_t i = 0; i < moments.size(); ++i) put(present[i].tensor, moments[i].tensor);
+    for (size_t i = 0; i < moments.size(); ++i) {
+      put(present[i].tensor, moments[i].tensor);
+      if (moments[i].units) put(*present[i].units, *moments[i].units);
+    }
     put(existing->master_param(), made.state->master_param());
+    put(existing->ema_param(), made.state->ema_param());
   }
 }
 

@@ -33,6 +33,9 @@ void put_state(StateMap& states, NewState made, const at::Tensor& param);
 /// 0 because a bfloat16 parameter has no more bits.
 at::Tensor new_master(const at::Tensor& param, at::ScalarType dtype);
 
+/// Returns a moment as numbers: decoded if it has units. Undefined if it is not there.
+at::Tensor number_of(const FusedParamState::Moment& moment);
+
 /// Copies to a float master the elements that other code wrote to its parameter: those that differ
 /// from the rounded master. Returns whether there are any: a bool, 0-dim, on the parameter's
 /// device.

@@ -185,8 +185,8 @@ TEST_CASE("options are compared and printed") {
   CHECK(text.str() ==
         "ampfuse::AdamWOptions(lr=0.5, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, "
         "amsgrad=false, maximize=false, master_weights=kAuto, state_dtype=Float, max_grad_norm=2, "
-        "write_back_grads=false)"
+        "write_back_grads=false, ema_dtype=Float, seed=0)"
         "ampfuse::AdamOptions(lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0, "
         "amsgrad=false, maximize=false, master_weights=kRemainder, state_dtype=Float, "
-        "write_back_grads=false)");
+        "write_back_grads=false, ema_dtype=Float, seed=0)");
 }

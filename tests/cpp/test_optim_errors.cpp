@@ -27,7 +27,7 @@ TEST_CASE("options out of range are refused") {
   refuses(AdamWOptions().weight_decay(-1), "Invalid weight_decay value: -1");
   refuses(AdamWOptions().max_grad_norm(-1), "max_grad_norm: expected None or at least 0, got -1");
   refuses(AdamWOptions().state_dtype(torch::kHalf),
-          "state_dtype: expected float32 or bfloat16, got float16");
+          "state_dtype: expected float32, bfloat16 or int8 for 8 bits, got float16");
 }
 
 TEST_CASE("moments in bfloat16 that cannot shrink are warned of at construction") {

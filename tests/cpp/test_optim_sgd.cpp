@@ -205,7 +205,7 @@ TEST_CASE("options of SGD that are out of range are refused") {
   refuses(SGDOptions(1).nesterov(true), "Nesterov momentum requires a momentum and zero dampening");
   refuses(SGDOptions(1).nesterov(true).momentum(0.9).dampening(0.1), "zero dampening");
   refuses(SGDOptions(1).momentum_dtype(torch::kHalf),
-          "momentum_dtype: expected float32 or bfloat16, got float16");
+          "momentum_dtype: expected float32, bfloat16 or int8 for 8 bits, got float16");
   CHECK_THROWS_WITH(
       SGD(std::vector<torch::optim::OptimizerParamGroup>(), SGDOptions(1).nesterov(true)),
       ContainsSubstring("Nesterov momentum"));
@@ -237,5 +237,5 @@ TEST_CASE("options of SGD are compared and printed") {
   CHECK(text.str() ==
         "ampfuse::SGDOptions(lr=0.5, momentum=0.9, dampening=0, weight_decay=0, nesterov=true, "
         "maximize=false, master_weights=kAuto, momentum_dtype=Float, max_grad_norm=2, "
-        "write_back_grads=false)");
+        "write_back_grads=false, ema_dtype=Float, seed=0)");
 }

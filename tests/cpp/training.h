@@ -9,13 +9,20 @@
 namespace ampfuse {
 
 struct CheckpointedTraining {
-  /// kind: "float32", or "masters" or "remainders" of a bfloat16 model.
+  /// kind: "float32", or "masters", "remainders" or "8 bits" of a bfloat16 model.
   CheckpointedTraining(int64_t seed, const std::string& kind)
       : model(made(seed, kind)),
-        optimizer(model->parameters(),
-                  AdamWOptions(0.05).master_weights(kind == "remainders" ? MasterWeights::kRemainder
-                                                                         : MasterWeights::kAuto)),
+        optimizer(model->parameters(), options_of(kind)),
         scaler(GradScalerOptions().device(at::kCPU).growth_interval(3).history(8)) {}
+
+  static AdamWOptions options_of(const std::string& kind) {
+    AdamWOptions options(0.05);
+    if (kind == "remainders") options.master_weights(MasterWeights::kRemainder);
+    if (kind == "8 bits") {
+      options.master_weights(MasterWeights::kStochastic).state_dtype(at::kChar).ema(0.9);
+    }
+    return options;
+  }
 
   static torch::nn::Sequential made(int64_t seed, const std::string& kind) {
     torch::manual_seed(static_cast<uint64_t>(seed));
@@ -69,7 +76,8 @@ struct CheckpointedTraining {
       if (found == optimizer.state().end()) continue;
       const auto& state = static_cast<const AdamParamState&>(*found->second);
       for (const at::Tensor& one :
-           {state.step(), state.exp_avg(), state.exp_avg_sq(), state.master_param()}) {
+           {state.step(), state.exp_avg(), state.exp_avg_units(), state.exp_avg_sq(),
+            state.exp_avg_sq_units(), state.master_param(), state.ema_param()}) {
         if (one.defined()) result.push_back(one);
       }
     }

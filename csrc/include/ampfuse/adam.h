@@ -34,7 +34,8 @@ struct AMPFUSE_API AdamOptionsOf
   /// The kind of masters of half and bfloat16 parameters that steps and load() create. A parameter
   /// that has a master keeps it.
   TORCH_ARG(MasterWeights, master_weights) = MasterWeights::kAuto;
-  /// Dtype of the moments that steps and load() create: kFloat or kBFloat16.
+  /// Dtype of the moments that steps and load() create: kFloat, kBFloat16, or kChar for 8 bits:
+  /// codes of the moments' square roots, and a bfloat16 unit for each 32 of them.
   TORCH_ARG(at::ScalarType, state_dtype) = at::kFloat;
   /// Clips the unscaled gradients as torch::nn::utils::clip_grad_norm_ does. In the options of an
   /// optimizer, this limits the norm over all groups without their own limit. In the options of a
@@ -42,6 +43,13 @@ struct AMPFUSE_API AdamOptionsOf
   TORCH_ARG(std::optional<double>, max_grad_norm) = std::nullopt;
   /// Store the unscaled, clipped gradients in grad(). Otherwise a step leaves grad() as it is.
   TORCH_ARG(bool, write_back_grads) = false;
+  /// The decay of an exponential average of the parameters, for example 0.999, which steps update
+  /// from the masters; see averaged().
+  TORCH_ARG(std::optional<double>, ema) = std::nullopt;
+  /// Dtype of averages: kFloat, or kBFloat16, which is rounded at random.
+  TORCH_ARG(at::ScalarType, ema_dtype) = at::kFloat;
+  /// Determines the random numbers of kStochastic, of moments in 8 bits and of bfloat16 averages.
+  TORCH_ARG(int64_t, seed) = 0;
 
  public:
   /// Reads the entries that the archive has.
@@ -74,7 +82,7 @@ extern template struct AdamOptionsOf<false>;
 extern template struct AdamOptionsOf<true>;
 
 /// State of a parameter. Moments have the dtype `state_dtype`, or the parameter's dtype if that is
-/// double or complex.
+/// double or complex. In 8 bits, first moments are kChar and second moments kByte.
 struct AMPFUSE_API AdamParamState : FusedParamState {
   /// The first moment: the running mean of gradients.
   TORCH_ARG(at::Tensor, exp_avg);
@@ -82,6 +90,10 @@ struct AMPFUSE_API AdamParamState : FusedParamState {
   TORCH_ARG(at::Tensor, exp_avg_sq);
   /// The largest second moment so far, only with amsgrad.
   TORCH_ARG(at::Tensor, max_exp_avg_sq);
+  /// The units of exp_avg, if it is in 8 bits.
+  TORCH_ARG(at::Tensor, exp_avg_units);
+  /// The units of exp_avg_sq, if it is in 8 bits.
+  TORCH_ARG(at::Tensor, exp_avg_sq_units);
 
  public:
   using FusedParamState::serialize;

@@ -9,6 +9,7 @@
 #include <iosfwd>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace ampfuse {
@@ -17,29 +18,57 @@ class GradScaler;
 class HostCopy;
 class OptimizerRule;
 
+/// Restores parameters, which FusedOptimizer::averaged() has made their averages, when it is
+/// destroyed. It may outlive the optimizer.
+class AMPFUSE_API AveragedParams {
+ public:
+  /// Moves the duty to restore the parameters.
+  AveragedParams(AveragedParams&& other) noexcept = default;
+  AveragedParams& operator=(AveragedParams&&) = delete;  ///< not assignable
+  ~AveragedParams();                                     ///< Restores the parameters.
+
+ private:
+  friend class FusedOptimizer;
+
+  struct Swapped {
+    at::Tensor param;
+    at::Tensor own;  // its value before
+  };
+
+  AveragedParams(std::vector<Swapped> swapped, std::shared_ptr<bool> is_averaged)
+      : swapped_(std::move(swapped)), is_averaged_(std::move(is_averaged)) {}
+
+  std::vector<Swapped> swapped_;       // empty if this was moved from
+  std::shared_ptr<bool> is_averaged_;  // the optimizer's
+};
+
 /// The kind of master weights that half and bfloat16 parameters have. Other parameters need none.
 enum class MasterWeights {
-  kAuto,       ///< a float master; the parameter is the master rounded to 16 bits
-  kOff,        ///< no master: the parameter loses updates smaller than half its last bit
-  kRemainder,  ///< only the 16 bits of the master that a bfloat16 lacks: saves 2 bytes per element
+  kAuto,        ///< a float master; the parameter is the master rounded to 16 bits
+  kOff,         ///< no master: the parameter loses updates smaller than half its last bit
+  kRemainder,   ///< only the 16 bits of the master that a bfloat16 lacks: saves 2 bytes per element
+  kStochastic,  ///< no master: the parameter is rounded up or down at random, in proportion
 };
 
 /// Prints the name of the kind, for example "kAuto".
 AMPFUSE_API std::ostream& operator<<(std::ostream& stream, MasterWeights kind);
 
 /// State of a parameter from its first step on. Tensors that it does not need are undefined; the
-/// others are on the parameter's device. All except `step` have the parameter's shape.
+/// others are on the parameter's device. All except `step` and units have the parameter's shape.
 struct AMPFUSE_API FusedParamState : torch::optim::OptimizerParamState {
   /// The number of steps that the moments contain, without skipped ones: float, 0-dim.
   TORCH_ARG(at::Tensor, step);
   /// The master of a 16-bit parameter: float, or short for a remainder.
   TORCH_ARG(at::Tensor, master_param);
+  /// The exponential average of the parameter, or of its master.
+  TORCH_ARG(at::Tensor, ema_param);
 
  public:
   /// A moment, and its name in archives.
   struct Moment {
     const char* name;    ///< for example "exp_avg"
-    at::Tensor& tensor;  ///< undefined if no step has needed it
+    at::Tensor& tensor;  ///< undefined if no step has needed it; codes of 8 bits if it has units
+    at::Tensor* units;   ///< a bfloat16 for each 32 codes; null if the moment has no 8-bit form
   };
   using Moments = c10::SmallVector<Moment, 3>;  ///< a list on the stack
   /// Returns the moments that a parameter may have, always in the same order.
@@ -103,6 +132,13 @@ class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
   /// represents, and otherwise the parameter itself.
   [[nodiscard]] std::vector<at::Tensor> master_params() const;
 
+  /// Makes the parameters their exponential averages as long as the result lives, for example to
+  /// evaluate. Parameters without an average keep their values. Do not step, save or load the
+  /// optimizer meanwhile.
+  ///
+  /// \throws c10::Error if there are no averages, or if the parameters are averages already.
+  [[nodiscard]] AveragedParams averaged();
+
   /// Makes all masters adopt what other code has written to their parameters. Elements that were
   /// not written keep the additional bits of their masters. A remainder stays as it is: the
   /// parameter is the other half of its master.
@@ -111,6 +147,7 @@ class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
   /// Writes the entries that torch's optimizer of the same name writes, and further ones;
   /// torch::save(optimizer, file) calls this. The two classes load each other's archives.
   /// Parameters are not saved; remainders are saved as the float masters that they represent.
+  /// Moments in 8 bits are saved as they are, which torch's optimizer cannot load.
   void save(torch::serialize::OutputArchive& archive) const override;
 
   /// Loads groups and state, converted to this optimizer's kind of masters and dtype of moments;
@@ -172,6 +209,8 @@ class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
   void for_each_float_master(
       const std::function<void(const at::Tensor& param, const at::Tensor& master)>& visit) const;
 
+  void refuse_averaged(const char* method) const;
+
   const OptimizerRule* rule_;  // what differs between the optimizers
   size_t params_checked_ = 0;  // number of parameters that were checked for repeats
   at::Tensor grad_norm_;
@@ -179,6 +218,7 @@ class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
   std::optional<ParamWrites> writes_after_step_;
   std::shared_ptr<HostCopy> written_over_;  // flag: true if other code wrote parameters
   bool warned_ = false;
+  std::shared_ptr<bool> is_averaged_ = std::make_shared<bool>(false);
   std::optional<ScaledGradient> stepped_with_;  // the first gradient of a scaler's last step
 
   /// Norms of all gradients, one per device, during a step of a scaler that has just inspected the

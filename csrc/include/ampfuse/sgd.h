@@ -29,7 +29,8 @@ struct AMPFUSE_API SGDOptions : torch::optim::OptimizerCloneableOptions<SGDOptio
   /// The kind of masters of half and bfloat16 parameters that steps and load() create. A parameter
   /// that has a master keeps it.
   TORCH_ARG(MasterWeights, master_weights) = MasterWeights::kAuto;
-  /// Dtype of the momentum that steps and load() create: kFloat or kBFloat16.
+  /// Dtype of the momentum that steps and load() create: kFloat, kBFloat16, or kChar for 8 bits, as
+  /// in AdamOptions.
   TORCH_ARG(at::ScalarType, momentum_dtype) = at::kFloat;
   /// Clips the unscaled gradients as torch::nn::utils::clip_grad_norm_ does. In the options of an
   /// optimizer, this limits the norm over all groups without their own limit. In the options of a
@@ -37,6 +38,13 @@ struct AMPFUSE_API SGDOptions : torch::optim::OptimizerCloneableOptions<SGDOptio
   TORCH_ARG(std::optional<double>, max_grad_norm) = std::nullopt;
   /// Store the unscaled, clipped gradients in grad(). Otherwise a step leaves grad() as it is.
   TORCH_ARG(bool, write_back_grads) = false;
+  /// The decay of an exponential average of the parameters, for example 0.999, which steps update
+  /// from the masters; see averaged().
+  TORCH_ARG(std::optional<double>, ema) = std::nullopt;
+  /// Dtype of averages: kFloat, or kBFloat16, which is rounded at random.
+  TORCH_ARG(at::ScalarType, ema_dtype) = at::kFloat;
+  /// Determines the random numbers of kStochastic, of moments in 8 bits and of bfloat16 averages.
+  TORCH_ARG(int64_t, seed) = 0;
 
  public:
   /// Reads the entries that the archive has.
@@ -62,6 +70,8 @@ struct AMPFUSE_API SGDParamState : FusedParamState {
   /// The momentum: the running sum of gradients. It starts at the first step that is not skipped,
   /// with the gradient of that step. While `step` is 0 its values have no meaning.
   TORCH_ARG(at::Tensor, momentum_buffer);
+  /// The units of the momentum, if it is in 8 bits.
+  TORCH_ARG(at::Tensor, momentum_buffer_units);
 
  public:
   using FusedParamState::serialize;

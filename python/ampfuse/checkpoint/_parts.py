@@ -24,6 +24,7 @@ SHAPED_LIKE_PARAMS = (
     "max_exp_avg_sq",
     "momentum_buffer",
     "master_param",
+    "ema_param",
 )
 METADATA = "_metadata"  # of a module's state dict: the versions of its layers
 

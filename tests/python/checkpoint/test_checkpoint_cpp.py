@@ -17,6 +17,7 @@ NAMES = {
     "float32": "float32",
     "masters": "bfloat16 with masters",
     "remainders": "bfloat16 with remainders",
+    "8 bits": "8-bit moments",
 }
 
 
@@ -34,7 +35,12 @@ class Python(Training):
 
     def tensors(self):
         state = [self.optimizer.state[param] for param in self.model.parameters()]
-        names = ("step", "exp_avg", "exp_avg_sq", "master_param")
+        moments = [
+            name + end
+            for name in ("exp_avg", "exp_avg_sq")
+            for end in ("", "_codes", "_units")  # as numbers, or in 8 bits
+        ]
+        names = ("step", *moments, "master_param", "ema_param")
         found = [value for _, value in sorted(self.model.state_dict().items())]
         return found + [one[name] for one in state for name in names if name in one]
 
