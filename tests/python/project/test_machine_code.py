@@ -59,11 +59,11 @@ def test_kernels_declare_no_more_shared_memory_than_launches_leave_them(code):
 
 # Registers per thread of the cross-entropy kernels that need more than 64: those of doubles, those
 # that hold more than 32 logits, and those that compute more than exponentials (RowWork::kGeneral);
-# and of the step of doubles with three moments.
+# and of extended steps, and of the step of doubles with three moments.
 WIDE = {
     128: r"(cross_entropy_(for|back)ward|shards_reduce)_kernelI"
     r"(d|.*BlockTeamILi512E.*RowWorkE1|.*RowWorkE3)",
-    80: r"(cross_entropy|shards_reduce)_.*RowWorkE1|fused_step_kernel.*RuleEddd.*Li3E",
+    80: r"(cross_entropy|shards_reduce)_.*RowWorkE1|fused_step_kernel.*(AnyType|RuleEddd.*Li3E)",
 }
 
 
