@@ -280,6 +280,8 @@ def keep_options(rule: Rule, loaded: list[dict[str, Any]], groups: list[dict[str
     for index, (new, old) in enumerate(zip(loaded, groups, strict=True)):
         for name in ("master_weights", rule.moment_dtype, "ema_dtype"):
             new.pop(name, None)
+        if new.get("ema") is None:  # C++ saves options that are not set, too
+            new.pop("ema", None)
         for name in old.keys() - {*rule.needed_options}:
             new.setdefault(name, old[name])
         missing = sorted({*rule.needed_options} - new.keys())

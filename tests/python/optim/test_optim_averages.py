@@ -139,3 +139,13 @@ def test_complex_and_double_parameters_have_averages_of_their_dtype(device):
         average = optimizer.state[param]["ema_param"]
         assert average.dtype == dtype
         assert ((average - param).abs() > 0).all()
+
+
+def test_a_loaded_group_without_an_average_keeps_that_of_the_optimizer():
+    params = parameters("cpu")
+    saved = copy.deepcopy(trained(ampfuse.AdamW, params, range(2)).state_dict())
+    saved["param_groups"][0]["ema"] = None  # as C++ saves it
+    optimizer = ampfuse.AdamW([{"params": params, "ema": 0.9}])
+    optimizer.load_state_dict(saved)
+    train(optimizer, params, [2])
+    assert "ema_param" in optimizer.state[params[0]]
