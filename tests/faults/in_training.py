@@ -265,4 +265,33 @@ FAULTS = [
         """records[-new:]""",
         "tests/frameworks",
     ),
+    # --- moments in 8 bits and averages ---------------------------------------------------------
+    Fault(
+        "Saved codes have the name of a moment, so torch's class takes them for its numbers.",
+        "python/ampfuse/optim/_coded.py",
+        '    return f"{moment}_codes", units_name(moment)',
+        "    return moment, units_name(moment)",
+        "tests/python/optim/test_optim_8bit.py",
+    ),
+    Fault(
+        "Codes that are loaded into a parameter of another memory format keep their old groups.",
+        "python/ampfuse/optim/_loading.py",
+        "        if codes in state and state[codes].stride() == param.stride():",
+        "        if codes in state:",
+        "tests/python/optim/test_optim_8bit.py",
+    ),
+    Fault(
+        "A parameter's random numbers depend on which other parameters have gradients.",
+        "python/ampfuse/optim/_columns.py",
+        "            columns.first_indices = [self._first_indices[index] for index in members]",
+        "            columns.first_indices = self._first_indices[: len(members)]",
+        "tests/python/optim/test_optim_8bit.py",
+    ),
+    Fault(
+        "An evaluation that fails leaves the averages in place of the weights.",
+        "python/ampfuse/optim/_averaged.py",
+        "    finally:",
+        "    except OSError:\n        raise\n    else:",
+        "tests/python/optim/test_optim_averages.py",
+    ),
 ]

@@ -106,7 +106,7 @@ def check_shards(optimizer: Any) -> None:
         if not isinstance(param, Tensor) or not is_dtensor(param):
             continue
         for name, value in state.items():
-            if name.removesuffix("_units") + "_codes" in state:
+            if name.endswith("_units") and name.removesuffix("_units") in state:
                 continue  # 8-bit moments of shards are saved as float32
             place = f"{name} of {type(optimizer).__name__}"
             if not isinstance(value, Tensor):

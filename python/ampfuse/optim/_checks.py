@@ -38,7 +38,7 @@ def check_saved(rule: Rule, saved: Any, param: Tensor, index: int) -> None:
 
 def decoded_names(rule: Rule, saved: dict[str, Any]) -> set[str]:
     """Return the names of a state's entries, with those of moments in place of codes and units."""
-    coded = {name for name in rule.moments if saved.keys() >= {*_coded.code_names(name)}}
+    coded = {name for name in rule.moments if saved.keys() >= {*_coded.saved_names(name)}}
     return {*saved, *coded}
 
 
@@ -47,7 +47,7 @@ def check_codes(saved: dict[str, Any], moment: str, param: Tensor, index: int) -
     groups = (param.numel() + _coded.GROUP - 1) // _coded.GROUP
     shapes: tuple[tuple[int, ...], ...] = (tuple(param.shape), (groups,))
     dtypes = ((torch.int8, torch.uint8), (torch.bfloat16,))
-    for name, shape, allowed in zip(_coded.code_names(moment), shapes, dtypes, strict=True):
+    for name, shape, allowed in zip(_coded.saved_names(moment), shapes, dtypes, strict=True):
         where, value = f"loaded state dict: {name} of parameter {index}", saved[name]
         check_tensor(where, value, param.is_meta)
         if value.shape != shape:

@@ -1,4 +1,7 @@
-"""Moments in 8 bits: a state has codes and units in place of a moment (`ampfuse.ops`)."""
+"""Moments in 8 bits: a state has a moment's codes under its name, and their units beside it.
+
+Saved codes have a name of their own, so that torch's class never takes them for a moment.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,9 +16,14 @@ NAME = "8bit"  # the dtype of moments, as an option
 GROUP = 32  # elements with one unit
 
 
-def code_names(moment: str) -> tuple[str, str]:
-    """Return the names of the entries that hold a moment's codes and units."""
-    return f"{moment}_codes", f"{moment}_units"
+def units_name(moment: str) -> str:
+    """Return the name of the units of a moment."""
+    return f"{moment}_units"
+
+
+def saved_names(moment: str) -> tuple[str, str]:
+    """Return the names of a moment's codes and units in a state dict."""
+    return f"{moment}_codes", units_name(moment)
 
 
 def new_codes(param: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
@@ -38,19 +46,23 @@ def decode(codes: Tensor, units: Tensor) -> Tensor:
 
 
 def find(state: dict[str, Any], moment: str) -> Tensor | None:
-    """Return a moment of a state, decoded if it has codes, or None if it has neither."""
-    codes, units = (state.get(name) for name in code_names(moment))
-    if codes is not None and units is not None:
-        return decode(codes, units)
-    return state.get(moment)
+    """Return a moment of a state, decoded if it is coded, or None if it is missing."""
+    value, units = state.get(moment), state.get(units_name(moment))
+    return value if value is None or units is None else decode(value, units)
 
 
-def decoded(state: dict[str, Any], moments: Iterable[str]) -> dict[str, Any]:
-    """Return a parameter's state with float32 moments in place of codes and units."""
-    result = dict(state)
+def exported(state: dict[str, Any], moments: Iterable[str]) -> dict[str, Any]:
+    """Return a parameter's state with codes under the names that they have in a state dict."""
+    names = {name: saved_names(name)[0] for name in moments if units_name(name) in state}
+    return {names.get(name, name): value for name, value in state.items()}
+
+
+def decoded(saved: dict[str, Any], moments: Iterable[str]) -> dict[str, Any]:
+    """Return a saved state with float32 moments in place of codes and units."""
+    result = dict(saved)
     for moment in moments:
-        names = code_names(moment)
-        if all(isinstance(state.get(name), Tensor) for name in names):
+        names = saved_names(moment)
+        if all(isinstance(saved.get(name), Tensor) for name in names):
             codes, units = (result.pop(name) for name in names)
             result[moment] = decode(codes, units)
     return result

@@ -111,7 +111,7 @@ class GroupColumns:
         self._states: dict[tuple[torch.device, bool], list[dict[str, Any]]] = {}
         self._state_options = rule.state_options(group, own_options)
         self._op_options = op_options(rule, group, own_options)
-        self._moments = self._state_options.moment_entries
+        self._moments = self._state_options.moments
         self._units = self._state_options.unit_entries
         self._absent: list[list[Tensor]] = [[] for _ in rule.moments[len(self._moments) :]]
         self._first_indices: list[int] = []

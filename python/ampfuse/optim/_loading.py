@@ -76,7 +76,7 @@ def export(optimizer: Any, saved: dict[str, Any]) -> None:
         for param, key in zip(group["params"], saved_group["params"], strict=True):
             if key in saved["state"]:
                 state = _state.include_writes_in_state(param, saved["state"][key])
-                state = exported(param, state)
+                state = _coded.exported(exported(param, state), optimizer._rule.moments)
                 if is_dcp or optimizer._decodes_moments or is_dtensor(param):
                     state = _coded.decoded(state, optimizer._rule.moments)
                 # DCP needs the same entries in what it saves and in what it loads.
@@ -179,7 +179,7 @@ def _new_state(rule: Rule, saved: dict[str, Any], param: Tensor, options: StateO
         if name == "step":
             step = torch.as_tensor(value, dtype=torch.float32, device=param.device)
             entries[name] = step.reshape(()).clone()
-        elif name in rule.moments:
+        elif name in rule.moments and not options.is_coded:
             entries[name] = _state.converted(value, param, _state.moment_dtype(param, options))
         elif name == "ema_param":
             entries[name] = _state.converted(value, param, _state.ema_dtype(param, options))
@@ -195,7 +195,7 @@ def _new_state(rule: Rule, saved: dict[str, Any], param: Tensor, options: StateO
 def _with_moments(
     rule: Rule, saved: dict[str, Any], param: Tensor, options: StateOptions
 ) -> dict[str, Any]:
-    """Return saved state with moments in the group's form: as numbers, or in 8 bits.
+    """Return saved state with moments as the group keeps them: as numbers, or in 8 bits.
 
     Codes stay as they are if they are in the parameter's order of memory, which groups follow.
     """
@@ -208,15 +208,16 @@ def _with_moments(
         return saved
     state = dict(saved)
     for index, name in enumerate(rule.moments):
-        codes, units = _coded.code_names(name)
-        if codes in state and state[codes].stride() != param.stride():
+        codes, units = _coded.saved_names(name)
+        if codes in state and state[codes].stride() == param.stride():
+            state[name] = state.pop(codes).to(param.device)
+            state[units] = state[units].to(param.device)
+            continue
+        if codes in state:
             state[name] = _coded.decode(state.pop(codes), state.pop(units))
         if name in state:
-            number = _state.converted(state.pop(name), param, torch.float32)
-            state[codes], state[units] = _coded.encode(number, is_signed=index == 0)
-        for entry in (codes, units):
-            if entry in state:
-                state[entry] = state[entry].to(param.device)
+            number = _state.converted(state[name], param, torch.float32)
+            state[name], state[units] = _coded.encode(number, is_signed=index == 0)
     return state
 
 
@@ -320,8 +321,8 @@ def adopt_entries(rule: Rule, saved: dict[str, Any], is_torchs: bool) -> dict[st
     distributed checkpoint has masters only if ours saved it, since torch's class asks it for none.
     It has an empty dict for an entry that flattened state lacks.
     """
-    entries = dict(saved)
-    if is_torchs or is_empty_dict(entries.get("master_param")):
+    entries = {name: value for name, value in saved.items() if not is_empty_dict(value)}
+    if is_torchs:
         entries.pop("master_param", None)
     if not rule.first_step_sets_moments:
         return entries
@@ -330,7 +331,7 @@ def adopt_entries(rule: Rule, saved: dict[str, Any], is_torchs: bool) -> dict[st
             entries.pop(name, None)
         elif isinstance(entries[name], Tensor) and entries[name].is_sparse:
             entries[name] = entries[name].to_dense()  # torch's function steps sparse ones, too
-    if is_torchs or is_empty_dict(entries.get("step")):
+    if is_torchs:
         entries.pop("step", None)
     if "step" not in entries and decoded_names(rule, entries) & {*rule.moments}:
         entries["step"] = 1.0  # at least one step has set the moments

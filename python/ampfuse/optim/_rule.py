@@ -33,18 +33,11 @@ class StateOptions(NamedTuple):
         return needs_count or not self.first_step_sets_moments
 
     @property
-    def moment_entries(self) -> tuple[str, ...]:
-        """Return the names of the entries that the operator takes as moments."""
-        if not self.is_coded:
-            return self.moments
-        return tuple(_coded.code_names(name)[0] for name in self.moments)
-
-    @property
     def unit_entries(self) -> tuple[str, ...]:
         """Return the names of the entries with units of moments in 8 bits."""
         if not self.is_coded:
             return ()
-        return tuple(_coded.code_names(name)[1] for name in self.moments)
+        return tuple(_coded.units_name(name) for name in self.moments)
 
     @property
     def draws_randoms(self) -> bool:

@@ -32,7 +32,7 @@ def ensure_in(
 def ensure(state: dict[str, Any], param: Tensor, options: StateOptions, spares: Spares) -> None:
     """Create missing entries of a parameter's state, and convert entries of another dtype."""
     of_master = master_dtype(param, options)
-    missing = [name for name in options.moments if not _has_moment(state, name)]
+    missing = [name for name in options.moments if state.get(name) is None]
     if options.counts_steps:
         restarts = bool(missing) and options.first_step_sets_moments
         if "step" not in state or restarts:
@@ -54,15 +54,10 @@ def ensure(state: dict[str, Any], param: Tensor, options: StateOptions, spares: 
     ensure_ema(state, param, options)
 
 
-def _has_moment(state: dict[str, Any], name: str) -> bool:
-    return state.get(name) is not None or state.get(_coded.code_names(name)[0]) is not None
-
-
 def ensure_moment(state: dict[str, Any], param: Tensor, name: str, dtype: torch.dtype) -> None:
     """Create a moment of zeros, or convert one of another dtype."""
     moment = _coded.find(state, name)
-    for entry in _coded.code_names(name):
-        state.pop(entry, None)
+    state.pop(_coded.units_name(name), None)
     if moment is None:
         moment = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
     state[name] = moment.to(dtype) if isinstance(moment, Tensor) else moment
@@ -70,12 +65,11 @@ def ensure_moment(state: dict[str, Any], param: Tensor, name: str, dtype: torch.
 
 def ensure_codes(state: dict[str, Any], param: Tensor, name: str, is_signed: bool) -> None:
     """Create a moment of zeros in 8 bits, or encode one that is there as numbers."""
-    codes, units = _coded.code_names(name)
-    moment = state.pop(name, None)
-    if moment is not None:
-        state[codes], state[units] = _coded.encode(moment, is_signed)
-    elif state.get(codes) is None:
-        state[codes], state[units] = _coded.new_codes(param, is_signed)
+    moment, units = state.get(name), _coded.units_name(name)
+    if moment is None:
+        state[name], state[units] = _coded.new_codes(param, is_signed)
+    elif units not in state:
+        state[name], state[units] = _coded.encode(moment, is_signed)
 
 
 @torch.no_grad()
@@ -227,7 +221,7 @@ def drop_unset_moments(state: dict[str, Any], rule: Rule) -> dict[str, Any]:
         return state
     if local(step).item() != 0:
         return state
-    unset = {entry for name in rule.moments for entry in (name, *_coded.code_names(name))}
+    unset = {entry for name in rule.moments for entry in (name, *_coded.saved_names(name))}
     return {name: value for name, value in state.items() if name not in unset}
 
 

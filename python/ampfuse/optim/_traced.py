@@ -123,7 +123,7 @@ def _group_columns(
         assert param.grad is not None
         columns.params.append(param)
         columns.grads.append(param.grad)
-        for name, moment in zip(of_state.moment_entries, columns.moments, strict=False):
+        for name, moment in zip(of_state.moments, columns.moments, strict=False):
             moment.append(state[name])
         for name, of_moment in zip(of_state.unit_entries, units[kind], strict=True):
             of_moment.append(state[name])

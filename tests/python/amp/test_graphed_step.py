@@ -18,6 +18,13 @@ KINDS = {
     "clipped by hand": {"clip": 0.5},
     "masters": {"half": True},
     "remainders": {"half": True, "master_weights": "remainder", "state_dtype": torch.bfloat16},
+    "8-bit moments": {
+        "half": True,
+        "master_weights": "stochastic",
+        "state_dtype": "8bit",
+        "ema": 0.9,
+        "ema_dtype": torch.bfloat16,
+    },
     "amsgrad, written back": {"amsgrad": True, "write_back_grads": True},
     "SGD": {"make": ampfuse.SGD, "momentum": 0.9, "half": True},
     "SGD without state": {"make": ampfuse.SGD},

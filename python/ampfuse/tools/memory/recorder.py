@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if type(optimizer) is torch.optim.SGD or isinstance(optimizer, SGD):
             self._replacement = self._replacement or "SGD"
         for state in states_of(optimizer):
-            if "exp_avg_sq" in state or "exp_avg_sq_codes" in state:
+            if "exp_avg_sq" in state:
                 self._replacement = "AdamW"
             for name, value in state.items():
                 if isinstance(value, Tensor):
