@@ -28,17 +28,17 @@ sys.path.append(str(Path(__file__).parent / "language_model"))
 import text
 from model import LanguageModel
 
-AUTOCAST, LOSS, WEIGHTS, MOMENTS, CHECKPOINTS, MICRO_BATCHES = range(1, 7)
+AUTOCAST, LOSS, WEIGHTS, MOMENTS, STOCHASTIC, CHECKPOINTS, MICRO_BATCHES = range(1, 8)
 RUNS = (
     FLOAT32,
     "+ bf16 autocast",
     "+ linear loss",
     "+ bf16 weights",
-    "+ bf16 moments",
+    "+ 8-bit moments",
+    "+ stochastic",
     "+ checkpoints",
     "+ micro-batches",
 )
-BETAS = (0.9, 0.95)  # moments in bfloat16 need a second one of at most 0.99
 AVERAGED = 3  # number of losses in a mean, since those of single batches vary
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -59,16 +59,14 @@ def trained(level: int, given: Any, device: str) -> tuple[LanguageModel, Optimiz
     autocast = torch.autocast(device, torch.bfloat16, enabled=level >= AUTOCAST)
     optimizer: Optimizer
     if level < WEIGHTS:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, betas=BETAS)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr)
     else:
         model.to(torch.bfloat16)
-        moments = torch.bfloat16 if level >= MOMENTS else torch.float32
         optimizer = ampfuse.AdamW(
             model.parameters(),
             lr=given.lr,
-            betas=BETAS,
-            master_weights="remainder",
-            state_dtype=moments,
+            master_weights="stochastic" if level >= STOCHASTIC else "remainder",
+            state_dtype="8bit" if level >= MOMENTS else torch.float32,
         )
 
     def loss_of(batch: tuple[Tensor, Tensor], denominator: Tensor | None = None) -> Tensor:
@@ -172,7 +170,7 @@ def plot(path: Path, results: Mapping[str, Switched], title: str) -> None:
             label = f"{after / peaks[0] - 1:+.0%} in total\n{label}"
         axes.text(place, max(before, after), label, ha="center", va="bottom")
     for place, peak in enumerate(peaks):
-        axes.text(place, peak / 2, f"{peak:.0f}", ha="center", color="white")
+        axes.text(place, peak / 4, f"{peak:.0f}", ha="center", color="white")
     predicted = [one.predicted_bytes / 2**20 for one in results.values()]
     axes.scatter(RUNS, predicted, color="#d9542b", zorder=3, label="predicted by ampfuse.memory")
     axes.set_ylabel("peak memory, MiB")

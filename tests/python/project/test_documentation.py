@@ -163,18 +163,18 @@ def test_start_page_has_the_change_of_the_front_page(front, start):
 
 
 def bytes_per_element(weight, optimizer_class, **options):
-    param = torch.nn.Parameter(torch.ones(1000, dtype=weight))
+    param = torch.nn.Parameter(torch.ones(1024, dtype=weight))
     optimizer = optimizer_class([param], **options)
     param.grad = torch.ones_like(param)
     optimizer.step()
-    tensors = [tensor for tensor in optimizer.state[param].values() if tensor.numel() == 1000]
-    state = sum(tensor.element_size() for tensor in tensors)
-    return [param.element_size(), state, param.element_size() + state]
+    tensors = [tensor for tensor in optimizer.state[param].values() if tensor.dim()]
+    state = sum(tensor.nbytes for tensor in tensors) / param.numel()
+    return [round(size, 1) for size in (param.itemsize, state, param.itemsize + state)]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_table_of_bytes_per_parameter_is_what_optimizers_hold(page):
-    small, remainder = {"state_dtype": torch.bfloat16}, {"master_weights": "remainder"}
+    small, remainder = {"state_dtype": "8bit"}, {"master_weights": "remainder"}
     expected = [
         bytes_per_element(torch.float32, torch.optim.AdamW),
         bytes_per_element(torch.float32, ampfuse.AdamW, **small),
@@ -182,10 +182,11 @@ def test_table_of_bytes_per_parameter_is_what_optimizers_hold(page):
         bytes_per_element(torch.bfloat16, ampfuse.AdamW),
         bytes_per_element(torch.bfloat16, ampfuse.AdamW, **remainder),
         bytes_per_element(torch.bfloat16, ampfuse.AdamW, **remainder, **small),
+        bytes_per_element(torch.bfloat16, ampfuse.AdamW, master_weights="stochastic", **small),
     ]
     assert bytes_per_element(torch.float32, ampfuse.AdamW) == expected[0]
-    rows = re.findall(r"\| (\d+) \| (\d+) \| (\d+) \|$", read(page), re.MULTILINE)
-    assert [[int(cell) for cell in row] for row in rows] == expected
+    rows = re.findall(r"\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", read(page), re.MULTILINE)
+    assert [[float(cell) for cell in row] for row in rows] == expected
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/install.md"])
