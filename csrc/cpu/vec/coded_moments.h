@@ -42,12 +42,42 @@ AMPFUSE_HOST_DEVICE void decode_group(const code_t* codes, uint16_t unit_bits, f
 #endif
 }
 
-AMPFUSE_HOST_DEVICE uint32_t largest_bits(const float* roots) {
-  uint32_t largest = 0;
-  for (int i = 0; i < math::kCodeGroup; ++i) {
-    largest = std::max(largest, math::magnitude_bits(roots[i]));
+// Groups whose largest roots are found together: one for each lane of 256 bits.
+constexpr int kGroupsAtOnce = 8;
+
+// Stores the bits of the largest magnitude of each of these groups.
+inline void find_largest(const float* roots, uint32_t* largest) {
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+  // Each turn makes one register of two, with the numbers of both in half as many lanes each.
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  __m256i x[kGroupsAtOnce];
+  for (int g = 0; g < kGroupsAtOnce; ++g) {
+    x[g] = _mm256_setzero_si256();
+    for (int i = 0; i < math::kCodeGroup; i += 8) {
+      const auto* const of_lanes =
+          reinterpret_cast<const __m256i*>(roots + g * math::kCodeGroup + i);
+      x[g] = _mm256_max_epu32(x[g], _mm256_and_si256(_mm256_loadu_si256(of_lanes), magnitude));
+    }
   }
-  return largest;
+  for (int i = 0; i < 4; ++i) {
+    x[i] = _mm256_max_epu32(_mm256_unpacklo_epi32(x[2 * i], x[2 * i + 1]),
+                            _mm256_unpackhi_epi32(x[2 * i], x[2 * i + 1]));
+  }
+  for (int i = 0; i < 2; ++i) {
+    x[i] = _mm256_max_epu32(_mm256_unpacklo_epi64(x[2 * i], x[2 * i + 1]),
+                            _mm256_unpackhi_epi64(x[2 * i], x[2 * i + 1]));
+  }
+  x[0] = _mm256_max_epu32(_mm256_permute2x128_si256(x[0], x[1], 0x20),
+                          _mm256_permute2x128_si256(x[0], x[1], 0x31));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(largest), x[0]);
+#else
+  for (int g = 0; g < kGroupsAtOnce; ++g) {
+    largest[g] = 0;
+    for (int i = 0; i < math::kCodeGroup; ++i) {
+      largest[g] = std::max(largest[g], math::magnitude_bits(roots[g * math::kCodeGroup + i]));
+    }
+  }
+#endif
 }
 
 // Encodes all elements of a group as math::encode_root() does. kMoment is the number of the moment.
@@ -142,9 +172,10 @@ void encode(float* roots, const uint16_t* randoms, code_t* codes, uint16_t* unit
   constexpr int64_t kGroups = kMost / kGroup;
   const int64_t whole = count / kGroup;
   const int64_t groups = (count + kGroup - 1) / kGroup;
-  std::fill(roots + count, roots + groups * kGroup, 0.0f);
-  uint32_t largest[kGroups] = {};
-  for (int64_t g = 0; g < groups; ++g) largest[g] = largest_bits(roots + g * kGroup);
+  std::fill(roots + count, roots + kMost, 0.0f);
+  uint32_t largest[kGroups];
+  for (int64_t g = 0; g < kGroups; g += kGroupsAtOnce)
+    find_largest(roots + g * kGroup, largest + g);
   uint32_t unit_bits[kGroups];
   float factors[kGroups];
   for (int64_t g = 0; g < kGroups; ++g) {

@@ -226,11 +226,20 @@ class StepBlock {
     auto* const first = static_cast<int8_t*>(moment(0).data);
     auto* const second = static_cast<uint8_t*>(moment(1).data);
     float (*const moments)[kBlock] = buffers_ + 2;
-    decode(first, units(0), moments[0], count_);
-    if constexpr (kCount > 1) decode(second, units(1), moments[1], count_);
-    update<Rule, kCount, true>({params, grads, {moments[0], moments[1]}}, count_,
-                               static_cast<float>(call_.grad_factor), call_.options, constants,
-                               step);
+    const auto update_group = [&](int64_t i, auto size) {
+      const int64_t group = i / math::kCodeGroup;
+      decode(first + i, units(0) + group, moments[0] + i, size);
+      if constexpr (kCount > 1) decode(second + i, units(1) + group, moments[1] + i, size);
+      update<Rule, kCount, true>({params + i, grads + i, {moments[0] + i, moments[1] + i}}, size,
+                                 static_cast<float>(call_.grad_factor), call_.options, constants,
+                                 step);
+    };
+    // The next group is decoded while the CPU still divides and takes roots for the one before.
+    // The size of whole groups is a constant, for the compiler.
+    constexpr std::integral_constant<int64_t, math::kCodeGroup> kGroup;
+    int64_t i = 0;
+    for (; i + kGroup <= count_; i += kGroup) update_group(i, kGroup);
+    if (i < count_) update_group(i, count_ - i);
     encode<0, kBlock>(moments[0], randoms_.get(), first, units(0), count_);
     if constexpr (kCount > 1) {
       encode<1, kBlock>(moments[1], randoms_.get(), second, units(1), count_);
