@@ -10,6 +10,8 @@ parameter w and a moment s:
 - step            the same, and g is read once more     20, 12 and 16, 14
 - step_remainder  bfloat16  w + 2 + 2g + 2s, w + 2 + 2s 16, 12   a master is w and 16 more bits
 - step_smallest   the same with bfloat16 moments        12, 8
+- step_8bit       the same with 8-bit moments           10, 6    a moment is a code and 1/32 unit
+- step_stochastic the same without remainders           8, 4
 
 For bfloat16, torch is measured by the loop of `optimizer_steps`.
 
@@ -63,14 +65,19 @@ PEERS: dict[str, tuple[str, dict[torch.dtype, dict[str, object]]]] = {
 }
 
 
-BF16_STATE = {"master_weights": "remainder", "state_dtype": torch.bfloat16}
+REMAINDER: dict[str, object] = {"master_weights": "remainder"}
+STOCHASTIC: dict[str, object] = {"master_weights": "stochastic"}
+BF16_STATE: dict[str, object] = {"state_dtype": torch.bfloat16}
+CODED: dict[str, object] = {"state_dtype": "8bit"}
 OPERATIONS = [
     Operation("update", torch.float32, False, 16, 12, {}),
     Operation("step", torch.float32, True, 20, 12, {}),
     Operation("update", torch.bfloat16, False, 14, 14, {}),
     Operation("step", torch.bfloat16, True, 16, 14, {}),
-    Operation("step_remainder", torch.bfloat16, True, 16, 12, {"master_weights": "remainder"}),
-    Operation("step_smallest", torch.bfloat16, True, 12, 8, BF16_STATE),
+    Operation("step_remainder", torch.bfloat16, True, 16, 12, REMAINDER),
+    Operation("step_smallest", torch.bfloat16, True, 12, 8, BF16_STATE | REMAINDER),
+    Operation("step_8bit", torch.bfloat16, True, 10, 6, CODED | REMAINDER),
+    Operation("step_stochastic", torch.bfloat16, True, 8, 4, CODED | STOCHASTIC),
 ]
 QUICK = ("64x1M", "10000x64", "resnet50")
 

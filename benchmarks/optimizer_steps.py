@@ -138,7 +138,10 @@ class Steps:
     ) -> Provider:
         """Return a provider whose step `make` returns for a model."""
         model = self._model().take(self._grads)
-        return Provider(name, make(model), self._restore, model.parameters, moves=moves)
+        slack = 2**-8 if "8bit" in self._operation.ours.values() else 0.0  # moments are rounded
+        return Provider(
+            name, make(model), self._restore, model.parameters, moves=moves, slack=slack
+        )
 
     def torch_step(self, model: Model, make: Make) -> TorchStep:
         """Return a step of one of torch's optimizers."""

@@ -75,6 +75,8 @@ STEPS = {
     "bfloat16, float32 masters": ("step", "bfloat16"),
     "bfloat16, remainders": ("step_remainder", "bfloat16"),
     "bfloat16, remainders, bfloat16 moments": ("step_smallest", "bfloat16"),
+    "bfloat16, remainders, 8-bit moments": ("step_8bit", "bfloat16"),
+    "bfloat16, stochastic, 8-bit moments": ("step_stochastic", "bfloat16"),
     "float32, the update alone": ("update", "float32"),
 }
 

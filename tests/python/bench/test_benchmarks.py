@@ -117,6 +117,8 @@ ADAM = {
     ("step", BF16): 30,
     ("step_remainder", BF16): 28,
     ("step_smallest", BF16): 20,
+    ("step_8bit", BF16): 16,
+    ("step_stochastic", BF16): 12,
 }
 SGD = {("update", FP32): 20, ("step", FP32): 24, ("step", BF16): 22}
 
