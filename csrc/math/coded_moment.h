@@ -43,22 +43,23 @@ AMPFUSE_HOST_DEVICE float signed_root(float moment) {
   return std::copysign(std::sqrt(std::fabs(moment)), moment);
 }
 
-// Returns the unit of a group, given the bits of its largest root. A root that is the largest code
-// times a unit is a few ulps off when it is divided by that code, so the unit is rounded up from 4
-// ulps below.
+// Returns the unit of a group, given the bits of its largest root; NaN if that is infinite or NaN. A
+// root that is the largest code times a unit is a few ulps off when it is divided by that code, so
+// the unit is rounded up from 4 ulps below.
 template <typename code_t>
 AMPFUSE_HOST_DEVICE float code_unit(uint32_t largest_root) {
   const float exact = __builtin_bit_cast(float, largest_root) * (1 / kMostCode<code_t>);
   const uint32_t up = (__builtin_bit_cast(uint32_t, exact) + 0xfffbu) & 0xffff0000u;
-  return __builtin_bit_cast(float, largest_root > 0x7f800000u ? 0x7fc00000u : up);
+  return __builtin_bit_cast(float, largest_root >= 0x7f800000u ? 0x7fc00000u : up);
 }
 
 // Codes are rounded with this many bits after the point, from as many random bits.
 inline constexpr int kCodeBits = 13;
 
-// The largest root in units of 2^-kCodeBits, below the first that would exceed the largest code.
+// The largest root in units of 2^-kCodeBits. The largest root of a group may be a few ulps above the
+// largest code times its unit: with a random number added, its code would not fit into 8 bits.
 template <typename code_t>
-inline constexpr float kFixedLimit = (kMostCode<code_t> + 0.99f) * (1 << kCodeBits);
+inline constexpr float kFixedLimit = kMostCode<code_t> * (1 << kCodeBits);
 
 // Returns the factor by which encode_root() multiplies the roots of a group.
 AMPFUSE_HOST_DEVICE float code_factor(float unit) {
@@ -66,8 +67,7 @@ AMPFUSE_HOST_DEVICE float code_factor(float unit) {
 }
 
 // Returns the code of a moment, given its signed root. `random` has kCodeBits bits; half of their
-// range rounds the root to nearest. A group with a NaN has the unit NaN, so its codes do not
-// matter.
+// range rounds the root to nearest. Where the unit is NaN, codes do not matter.
 template <typename code_t>
 AMPFUSE_HOST_DEVICE code_t encode_root(float root, float factor, uint32_t random) {
   const float scaled = std::fabs(root) * factor;

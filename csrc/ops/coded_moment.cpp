@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
 #include <initializer_list>
 #include <tuple>
 
@@ -20,9 +21,11 @@ at::Tensor flat(const at::Tensor& tensor) {
                                                : tensor.flatten();
 }
 
-// Returns a tensor with the shape and the order of `like`, of which `elements` are flat().
+// Returns a dense tensor with the shape of `like`, of which `elements` are flat().
 at::Tensor shaped_like(const at::Tensor& elements, const at::Tensor& like) {
-  const at::Tensor shaped = at::empty_like(like, elements.options());
+  const auto order = like.is_non_overlapping_and_dense() ? at::MemoryFormat::Preserve
+                                                         : at::MemoryFormat::Contiguous;
+  const at::Tensor shaped = at::empty_like(like, elements.options(), order);
   flat(shaped).copy_(elements);
   return shaped;
 }
@@ -30,7 +33,7 @@ at::Tensor shaped_like(const at::Tensor& elements, const at::Tensor& like) {
 // Returns the least bfloat16 from 4 ulps below on, as math::code_unit() does.
 at::Tensor rounded_up(const at::Tensor& x) {
   const at::Tensor up = at::bitwise_and(x.contiguous().view(at::kInt) + 0xfffb, -0x10000);
-  return at::where(x.isnan(), x, up.view(at::kFloat));
+  return at::where(x.isfinite(), up.view(at::kFloat), std::nan(""));
 }
 
 // Returns the roots of groups in units, or 0 in groups of zeros and of NaNs.
@@ -47,7 +50,8 @@ at::Tensor units_of(const at::Tensor& roots, int most) {
   for (const int code : {most - 2, most - 1, most}) {  // the last one that fits counts
     const at::Tensor former = (largest / code).to(at::kBFloat16).to(at::kFloat);
     const at::Tensor codes = in_units(roots, former);
-    units = at::where(codes.eq(codes.round()).all(1, /*keepdim=*/true), former, units);
+    const at::Tensor fits = codes.eq(codes.round()).all(1, /*keepdim=*/true) & units.isfinite();
+    units = at::where(fits, former, units);
   }
   return units;
 }

@@ -44,7 +44,8 @@ void check_code_order(const FusedStepArguments& arguments, int column, size_t t)
                     ": ", arguments.column_name(column), "[", t,
                     "]: expected the strides of params[", t, "], ", param.sym_strides(), ", got ",
                     codes.sym_strides(),
-                    "; 8-bit moments cannot follow a change of the memory format");
+                    "; 8-bit moments can follow neither a change of the memory format nor a "
+                    "transposed tensor with gaps");
 }
 
 // Returns the tensor's own memory, or null if it has to be copied or is a lazy clone.
@@ -109,8 +110,11 @@ StepTensors::StepTensors(const FusedStepArguments& arguments) : tensors_(argumen
   int64_t next_index = 0;
   for (size_t t = 0; t < tensors_.size(); ++t) {
     complete(arguments, t);
-    tensors_[t].first_index =
+    const int64_t first =
         arguments.first_indices.empty() ? next_index : arguments.first_indices[t].toInt();
+    TORCH_CHECK_VALUE(first >= 0, arguments.names->op, ": first_indices[", t,
+                      "]: expected at least 0, got ", first);
+    tensors_[t].first_index = first;
     next_index = math::index_after(next_index, tensors_[t].size);
   }
   check_column_disjoint(arguments, math::kParam, std::move(params));

@@ -81,7 +81,8 @@ struct Codes {
       for (size_t i = first; i < end; ++i) {
         const float scaled = std::copysign(std::sqrt(std::fabs(moments[i])) * factor, moments[i]);
         const auto fixed = static_cast<int64_t>(std::nearbyint(scaled));
-        codes[i] = static_cast<int>(std::floor(static_cast<double>(fixed + random(i)) / 8192));
+        const double code = std::floor(static_cast<double>(fixed + random(i)) / 8192);
+        codes[i] = static_cast<int>(std::fmax(-most, std::fmin(most, code)));
         if (!is_signed && moments[i] > 0 && codes[i] == 0) codes[i] = 1;
       }
     }

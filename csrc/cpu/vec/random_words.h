@@ -42,7 +42,7 @@ struct ampfuse::math::RandomWord<ampfuse::CPU_CAPABILITY::WordLanes> {
 namespace ampfuse::CPU_CAPABILITY {
 
 // Stores the first lanes of both, then the second lanes, and so on.
-inline void store_in_turn(WordLanes a, WordLanes b, uint64_t* to) {
+inline void store_in_turn(WordLanes a, WordLanes b, uint16_t* to) {
 #if defined(CPU_CAPABILITY_AVX512)
   const WordLanes first = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
   const WordLanes second = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
@@ -72,17 +72,17 @@ class ElementRandoms {
           seed, {{counters, counters >> 32, WordLanes{} + step, WordLanes{}}});
       const WordLanes low = (drawn[0] & 0xffffffffu) | drawn[1] << 32;
       const WordLanes high = (drawn[2] & 0xffffffffu) | drawn[3] << 32;
-      store_in_turn(low, high, words_ + i / 4);
+      store_in_turn(low, high, numbers_ + i);
       counters += kLanes;
     }
   }
 
-  const uint16_t* get() const { return reinterpret_cast<const uint16_t*>(words_) + first_; }
+  const uint16_t* get() const { return numbers_ + first_; }
 
  private:
   static constexpr int64_t kLanes = sizeof(WordLanes) / sizeof(uint64_t);
 
-  alignas(64) uint64_t words_[kMost / 4 + kLanes * 2];
+  alignas(64) uint16_t numbers_[kMost + kLanes * math::kElementsPerCounter];
   int64_t first_ = 0;
 };
 

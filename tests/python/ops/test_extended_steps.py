@@ -82,6 +82,44 @@ def test_moments_are_right_on_average(device):
 
 
 @pytest.mark.vectorised
+def test_the_largest_moment_of_a_group_keeps_the_largest_code(device):
+    # The root is an ulp above 255 units, so some random numbers would round it to code 256.
+    root = float.fromhex("0x1.00fe06p+0")
+    grad = torch.full((100_000, 32), 0.5, device=device)
+    grad[:, 0] = root
+
+    _, second = coded_step(torch.zeros_like(grad), grad, beta1=0.0, beta2=0.0)
+
+    assert (second[:, 0] > 0.999 * root**2).all()
+
+
+@pytest.mark.vectorised
+@pytest.mark.parametrize("value", [1e21, torch.inf, torch.nan])
+def test_a_moment_that_overflows_makes_those_of_its_32_elements_nan(device, value):
+    grad = torch.ones(96, device=device)
+    grad[40] = value
+
+    _, second = coded_step(torch.zeros_like(grad), grad)
+
+    assert second[32:64].isnan().all()
+    assert second[:32].isfinite().all()
+    assert second[64:].isfinite().all()
+
+
+def test_negative_first_indices_are_refused(device):
+    param = torch.ones(4, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match=r"first_indices\[0\]: expected at least 0, got -3"):
+        fused_sgd(
+            [param],
+            [param.clone()],
+            state_steps=[torch.zeros((), device=device)],
+            lr=torch.tensor(1.0, dtype=torch.float64),
+            round_at_random=True,
+            first_indices=[-3],
+        )
+
+
+@pytest.mark.vectorised
 @pytest.mark.parametrize("dtype", DTYPES_16_BIT)
 def test_random_rounding_has_no_bias(device, dtype):
     torch.manual_seed(0)
