@@ -14,10 +14,8 @@ Dict state_of(FusedParamState& saved, const at::Tensor& master) {
   add("step", saved.step());
   if (saved.has_started()) {
     for (const auto& moment : saved.moments()) {
-      const std::string name = moment.name;
-      const bool has_codes = moment.units && moment.units->defined();
-      add(has_codes ? name + "_codes" : name, moment.tensor);
-      if (has_codes) add(name + "_units", *moment.units);
+      add(moment.tensor_name(), moment.tensor);
+      if (moment.has_codes()) add(moment.units_name(), *moment.units);
     }
   }
   if (saved.master_param().defined()) add("master_param", master);

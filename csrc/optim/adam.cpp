@@ -130,9 +130,11 @@ void step_adam(const AdamOptionsOf<kDecoupledWeightDecay>& options, const optim:
   of_step.amsgrad = options.amsgrad();
   of_step.decoupled_weight_decay = kDecoupledWeightDecay;
   const auto& moments = lists.moments;
+  std::vector<at::Tensor> units = lists.units[0];
+  units.insert(units.end(), lists.units[1].begin(), lists.units[1].end());
   fused_adam({lists.params, lists.grads, moments[0], moments[1],
               options.amsgrad() ? at::TensorList(moments[2]) : at::TensorList(), lists.state_steps,
-              lists.masters, lists.units, lists.ema_params},
+              lists.masters, units, lists.ema_params},
              of_step);
 }
 

@@ -61,30 +61,31 @@ void check_fits(const char* name, const at::Tensor& tensor, const at::Tensor& pa
   check(has_memory(tensor) && !tensor.is_meta(), "a tensor with memory, got none");
 }
 
-void check_codes(const FusedParamState::Moment& moment, const at::Tensor& param,
-                 const ParamIndex& index) {
+void check_codes(const FusedParamState::Moment& moment, at::ScalarType dtype,
+                 const at::Tensor& param, const ParamIndex& index) {
   const at::Tensor& codes = moment.tensor;
   const at::Tensor& units = *moment.units;
   const int64_t groups = number_of_units(param.numel());
   TORCH_CHECK_VALUE(codes.defined() && codes.sizes() == param.sizes() && has_memory(codes) &&
-                        (codes.scalar_type() == at::kChar || codes.scalar_type() == at::kByte),
-                    "loaded state dict: ", moment.name, "_codes of ", index,
-                    ": expected int8 or uint8 of shape ", param.sizes());
+                        codes.scalar_type() == dtype,
+                    "loaded state dict: ", moment.tensor_name(), " of ", index, ": expected ",
+                    dtype_name(dtype), " of shape ", param.sizes());
   TORCH_CHECK_VALUE(units.dim() == 1 && units.size(0) == groups && has_memory(units) &&
                         units.scalar_type() == at::kBFloat16,
-                    "loaded state dict: ", moment.name, "_units of ", index, ": expected ", groups,
-                    " bfloat16, got ", dtype_name(units.scalar_type()), " of shape ",
+                    "loaded state dict: ", moment.units_name(), " of ", index, ": expected ",
+                    groups, " bfloat16, got ", dtype_name(units.scalar_type()), " of shape ",
                     units.sizes());
 }
 
 void check_state(FusedParamState& state, const at::Tensor& param, const ParamIndex& index,
                  const OptimizerRule& rule) {
   rule.check_archived(state, c10::str(index));
-  for (const auto& moment : state.moments()) {
-    if (moment.units && moment.units->defined()) {
-      check_codes(moment, param, index);
+  const auto moments = state.moments();
+  for (size_t i = 0; i < moments.size(); ++i) {
+    if (moments[i].has_codes()) {
+      check_codes(moments[i], i == 0 ? at::kChar : at::kByte, param, index);
     } else {
-      check_fits(moment.name, moment.tensor, param, index);
+      check_fits(moments[i].name, moments[i].tensor, param, index);
     }
   }
   check_fits("master_param", state.master_param(), param, index);

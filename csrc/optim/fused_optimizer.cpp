@@ -131,7 +131,7 @@ std::vector<uintptr_t> checked_properties(const std::vector<GroupLists>& groups)
         add(*state, /*with_address=*/true);
       }
       for (const auto& moments : lists.moments) add(moments, /*with_address=*/true);
-      add(lists.units, /*with_address=*/true);
+      for (const auto& units : lists.units) add(units, /*with_address=*/true);
       add(lists.ema_params, /*with_address=*/true);
       add(lists.grads, group.settings.write_back_grads);
       properties.push_back(0);
@@ -266,6 +266,7 @@ at::Tensor FusedOptimizer::grad_norm() const {
 }
 
 std::vector<at::Tensor> FusedOptimizer::master_params() const {
+  refuse_averaged("master_params");
   const c10::NoGradGuard no_grad;
   std::vector<at::Tensor> stepped;
   for (const auto& group : param_groups_) {
@@ -302,17 +303,26 @@ AveragedParams FusedOptimizer::averaged() {
     }
   }
   TORCH_CHECK(has_ema, "averaged(): there are no averages; set for example ema(0.999)");
-  for (const auto& [param, own] : swapped) {
+  // If a copy throws, its destructor restores the parameters.
+  AveragedParams averaged(std::move(swapped), is_averaged_);
+  *is_averaged_ = true;
+  for (const auto& [param, own] : averaged.swapped_) {
     param.copy_(optim::find_state(state_, param)->ema_param());
   }
-  *is_averaged_ = true;
-  return {std::move(swapped), is_averaged_};
+  return averaged;
 }
 
 AveragedParams::~AveragedParams() {
   if (!is_averaged_) return;  // moved from
   const c10::NoGradGuard no_grad;
-  for (const auto& [param, own] : swapped_) param.copy_(own);
+  for (const auto& [param, own] : swapped_) {
+    try {  // the parameter may have been replaced by one of another shape
+      param.copy_(own);
+    } catch (const c10::Error& error) {
+      TORCH_WARN("averaged(): a parameter of shape ", param.sizes(),
+                 " was not restored: ", error.what_without_backtrace());
+    }
+  }
   *is_averaged_ = false;
 }
 

@@ -24,19 +24,6 @@ at::Tensor as_real(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
-// Reads the units of moments in 8 bits: of all first moments, then of all second ones.
-void read_units(const torch::optim::OptimizerParamGroup& group, const GroupSettings& settings,
-                const StateMap& states, std::vector<StepLists>& all) {
-  for (size_t i = 0; i < settings.moments; ++i) {
-    for (const at::Tensor& param : group.params()) {
-      if (!param.grad().defined()) continue;
-      FusedParamState* const state = find_state(states, param);
-      StepLists& lists = lists_for(all, param.device(), state->master_param().defined());
-      lists.units.push_back(*state->moments()[i].units);
-    }
-  }
-}
-
 }  // namespace
 
 GroupLists read_group(const torch::optim::OptimizerParamGroup& group, const GroupSettings& settings,
@@ -53,16 +40,17 @@ GroupLists read_group(const torch::optim::OptimizerParamGroup& group, const Grou
     lists.params.push_back(as_real(param));
     lists.grads.push_back(as_real(param.grad()));
     lists.moments.resize(settings.moments);
+    lists.units.resize(settings.moments);
     const auto moments = state ? state->moments() : FusedParamState::Moments();
     for (size_t i = 0; i < settings.moments; ++i) {
       lists.moments[i].push_back(as_real(moments[i].tensor));
+      if (settings.is_coded()) lists.units[i].push_back(*moments[i].units);
     }
     if (settings.counts_steps()) lists.state_steps.push_back(state->step());
     if (has_master) lists.masters.push_back(state->master_param());
     if (settings.has_ema) lists.ema_params.push_back(as_real(state->ema_param()));
     lists.first_indices.push_back(index);
   }
-  if (settings.is_coded()) read_units(group, settings, states, read.lists);
   return read;
 }
 

@@ -5,6 +5,8 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <torch/serialize/archive.h>
 
+#include <string_view>
+
 #include "../tensors/option_printer.h"
 #include "rule.h"
 
@@ -73,7 +75,10 @@ std::unique_ptr<torch::optim::OptimizerOptions> without_limit(Options options) {
 template <typename T>
 void read_option(torch::serialize::InputArchive& archive, const char* name, T& value) {
   torch::IValue saved;
-  if (archive.try_read(name, saved)) value = saved.to<T>();
+  if (!archive.try_read(name, saved)) return;
+  // An optimizer with averages may go on from an archive of one without.
+  if (std::string_view(name) == "ema" && saved.isNone()) return;
+  value = saved.to<T>();
 }
 
 template <typename T>
@@ -81,8 +86,8 @@ void write_option(torch::serialize::OutputArchive& archive, const char* name, co
   archive.write(name, torch::IValue(value));
 }
 
-// Archives lack the kind of masters and the dtype of moments: they determine how state is stored,
-// not what is computed.
+// Archives lack the kind of masters and the dtypes of moments and averages: they determine how
+// state is stored, not what is computed.
 inline void read_option(torch::serialize::InputArchive&, const char*, MasterWeights&) {}
 inline void read_option(torch::serialize::InputArchive&, const char*, at::ScalarType&) {}
 inline void write_option(torch::serialize::OutputArchive&, const char*, MasterWeights) {}

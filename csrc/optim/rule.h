@@ -38,8 +38,7 @@ struct StepLists {
   std::vector<std::vector<at::Tensor>> moments = {};  // a list for each moment that a step needs
   std::vector<at::Tensor> state_steps = {};           // empty if nothing counts steps
   std::vector<at::Tensor> masters = {};
-  std::vector<at::Tensor> units =
-      {};  // of moments in 8 bits: of first moments, then of second ones
+  std::vector<std::vector<at::Tensor>> units = {};  // of each moment; empty if not in 8 bits
   std::vector<at::Tensor> ema_params = {};
   std::vector<int64_t> first_indices = {};  // of each parameter, among all elements of the model
 };

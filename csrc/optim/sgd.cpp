@@ -105,7 +105,8 @@ class SGDRule : public OptimizerRule {
     const bool has_momentum = !lists.moments.empty();
     fused_sgd({lists.params, lists.grads,
                has_momentum ? at::TensorList(lists.moments[0]) : at::TensorList(),
-               lists.state_steps, lists.masters, lists.units, lists.ema_params},
+               lists.state_steps, lists.masters,
+               has_momentum ? at::TensorList(lists.units[0]) : at::TensorList(), lists.ema_params},
               of_step);
   }
 

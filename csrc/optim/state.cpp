@@ -18,13 +18,8 @@ void FusedParamState::serialize(torch::serialize::OutputArchive& archive) const 
   if (has_started()) {
     const auto copy = clone();  // shares the tensors
     for (const Moment& moment : static_cast<FusedParamState&>(*copy).moments()) {
-      const std::string name = moment.name;
-      if (moment.units && moment.units->defined()) {
-        write(name + "_codes", moment.tensor);
-        write(name + "_units", *moment.units);
-      } else {
-        write(name, moment.tensor);
-      }
+      write(moment.tensor_name(), moment.tensor);
+      if (moment.has_codes()) write(moment.units_name(), *moment.units);
     }
   }
   write("master_param", master_param());
@@ -41,9 +36,8 @@ void FusedParamState::serialize(torch::serialize::InputArchive& archive) {
     step(taken.isTensor() ? taken.toTensor() : at::scalar_tensor(taken.toScalar(), at::kFloat));
   }
   for (const Moment& moment : moments()) {
-    const std::string name = moment.name;
-    if (moment.units) *moment.units = read(name + "_units");
-    moment.tensor = read(moment.units && moment.units->defined() ? name + "_codes" : name);
+    if (moment.units) *moment.units = read(moment.units_name());
+    moment.tensor = read(moment.tensor_name());
   }
   master_param(read("master_param"));
   ema_param(read("ema_param"));
@@ -127,7 +121,7 @@ void put(at::Tensor& existing, const at::Tensor& value) {
 void check_is_of(const FusedParamState::Moment& moment, const at::Tensor& param) {
   const at::Tensor& tensor = moment.tensor;
   if (!tensor.defined()) return;
-  if (moment.units && moment.units->defined()) return;  // the operator checks codes
+  if (moment.has_codes()) return;  // the operator checks codes
   const auto is_double = [](const at::Tensor& of) {
     return c10::toRealValueType(of.scalar_type()) == at::kDouble;
   };
@@ -167,8 +161,7 @@ at::Tensor new_master(const at::Tensor& param, at::ScalarType dtype) {
 }
 
 at::Tensor number_of(const FusedParamState::Moment& moment) {
-  const bool has_codes = moment.units && moment.units->defined();
-  return has_codes ? decode_moment(moment.tensor, *moment.units) : moment.tensor;
+  return moment.has_codes() ? decode_moment(moment.tensor, *moment.units) : moment.tensor;
 }
 
 at::Tensor adopt_param(const at::Tensor& param, const at::Tensor& master) {
@@ -207,14 +200,16 @@ FusedParamState* ensure_state(StateMap& states, const at::Tensor& param,
     states[param.unsafeGetTensorImpl()] = std::move(made);
   }
   const auto moments = state->moments();
-  // Steps are counted from the first moment on: the momentum of SGD may be switched on later.
-  const bool starts = settings.moments > 0 && !moments[0].tensor.defined();
+  // Steps are counted from the first moment on: the momentum of SGD may be switched on later. But
+  // the first step sets an average, so an average keeps its counter. The momentum then starts from
+  // 0, and its first step differs from torch's only by the dampening of the gradient.
+  const bool starts =
+      settings.moments > 0 && !moments[0].tensor.defined() && !state->ema_param().defined();
   if (starts || !state->step().defined()) {
     state->step(at::zeros({}, param.options().dtype(at::kFloat)));
   }
   for (size_t i = 0; i < settings.moments; ++i) {
-    const bool has_codes = moments[i].units && moments[i].units->defined();
-    if (settings.is_coded() != has_codes || !moments[i].tensor.defined()) {
+    if (settings.is_coded() != moments[i].has_codes() || !moments[i].tensor.defined()) {
       // Between numbers and 8 bits moments are converted. Otherwise all moments keep the dtype of
       // the first, even if the option was changed after the first step.
       const at::ScalarType dtype = i > 0 && !settings.is_coded() ? moments[0].tensor.scalar_type()
@@ -251,8 +246,7 @@ NewState new_state(FusedParamState& saved, const at::Tensor& param, const GroupS
     if (!moment.tensor.defined()) continue;
     has_moments = true;
     const bool as_codes = settings.moment_dtype == at::kChar && moment.units != nullptr;
-    const bool has_codes = moment.units && moment.units->defined();
-    if (as_codes && has_codes && moment.tensor.strides() == param.strides()) {
+    if (as_codes && moment.has_codes() && moment.tensor.strides() == param.strides()) {
       moments[i].tensor = converted(moment.tensor, param, moment.tensor.scalar_type());
       *moments[i].units = moment.units->to(param.device());
       continue;
@@ -272,7 +266,7 @@ NewState new_state(FusedParamState& saved, const at::Tensor& param, const GroupS
     master = split.remainder;
   }
   if (of_master) state.master_param(converted(master, param, *of_master));
-  if (!has_moments && !of_master && !state.ema_param().defined()) made.state.reset();
+  if (!has_moments && !settings.counts_steps() && !of_master) made.state.reset();
   return made;
 }
 

@@ -16,7 +16,7 @@ FusedParamState* ensure_state(StateMap& states, const at::Tensor& param,
                               const GroupSettings& settings, const OptimizerRule& rule);
 
 struct NewState {
-  std::unique_ptr<FusedParamState> state;  // null if neither moments nor a master are left
+  std::unique_ptr<FusedParamState> state;  // null if it needs no moments, step or master
   at::Tensor param;  // the parameter's new value, of any dtype; undefined if it does not change
 };
 

@@ -2,11 +2,11 @@
 
 #include <ampfuse/ampfuse.h>
 
-#include "optim_models.h"
+#include "checkpoint_folder.h"
+#include "sgd_models.h"
 
 using ampfuse::AdamW;
 using ampfuse::AdamWOptions;
-using ampfuse::MasterWeights;
 
 namespace {
 
@@ -16,11 +16,6 @@ AdamWOptions extended(int64_t seed = 0) {
       .state_dtype(torch::kChar)
       .ema(0.9)
       .seed(seed);
-}
-
-const ampfuse::AdamParamState& state_of(const AdamW& optimizer, const torch::Tensor& param) {
-  return static_cast<const ampfuse::AdamParamState&>(
-      *optimizer.state().at(param.unsafeGetTensorImpl()));
 }
 
 template <typename Optimizer>
@@ -88,6 +83,45 @@ TEST_CASE("an archive restores codes, units and averages bit for bit") {
   check_same_bits(params, others);
 }
 
+TEST_CASE("SGD that rounds at random goes on from an archive with the same bits") {
+  const auto params = parameters(torch::kCPU, torch::kBFloat16);
+  const auto options = SGDOptions(0.1).master_weights(MasterWeights::kStochastic);
+  SGD optimizer(params, options);
+  train(optimizer, params, 1, 3);
+  const auto others = copies(params);
+  SGD resumed(others, options);
+  copy_archive(optimizer, resumed);
+  train(optimizer, params, 4, 6);
+  train(resumed, others, 4, 6);
+  check_same_bits(others, params);
+}
+
+TEST_CASE("loading keeps `ema` unless the archive has another") {
+  const auto params = parameters(torch::kCPU);
+  AdamW plain(params);
+  AdamW averaging(params, AdamWOptions().ema(0.5));
+  AdamW others(params, AdamWOptions().ema(0.75));
+  copy_archive(plain, averaging);
+  CHECK(options_of(averaging).ema() == 0.5);
+  copy_archive(averaging, others);
+  CHECK(options_of(others).ema() == 0.5);
+}
+
+TEST_CASE("codes of the wrong sign are refused") {
+  const auto params = parameters(torch::kCPU);
+  const auto refuses = [&](const char* message, auto change) {
+    AdamW optimizer(params, extended());
+    AdamW loaded(params, extended());
+    train(optimizer, params, 1, 1);
+    change(state_of(optimizer, params[0]));
+    CHECK_THROWS_WITH(copy_archive(optimizer, loaded), ContainsSubstring(message));
+  };
+  refuses("exp_avg_codes of parameter 0 of group 0: expected int8 of shape [33, 5]",
+          [](auto& state) { state.exp_avg(state.exp_avg().view(torch::kByte)); });
+  refuses("exp_avg_sq_codes of parameter 0 of group 0: expected uint8 of shape [33, 5]",
+          [](auto& state) { state.exp_avg_sq(state.exp_avg_sq().view(torch::kChar)); });
+}
+
 TEST_CASE("loading converts moments to the optimizer's form") {
   const auto params = parameters(torch::kCPU);
   AdamW plain(params, AdamWOptions(1e-2));
@@ -134,15 +168,49 @@ TEST_CASE("averages take the place of parameters as long as the result lives") {
   train(optimizer, params, 4, 5);
 }
 
+TEST_CASE("masters are neither read nor saved while the parameters are averages") {
+  const ampfuse::Folder folder;
+  const auto params = parameters(torch::kCPU, torch::kBFloat16);
+  AdamW optimizer(params, AdamWOptions().ema(0.5).master_weights(MasterWeights::kRemainder));
+  train(optimizer, params, 1, 3);
+  const auto averaged = optimizer.averaged();
+  const auto message = ContainsSubstring("master_params(): the parameters are averages");
+  CHECK_THROWS_WITH((void)optimizer.master_params(), message);
+  CHECK_THROWS_WITH(ampfuse::checkpoint::save(folder.path, 1, {{"optimizer", optimizer}}), message);
+}
+
+TEST_CASE("averaged() that fails leaves all parameters as they were") {
+  const auto params = parameters(torch::kCPU);
+  AdamW optimizer(params, AdamWOptions().ema(0.5));
+  train(optimizer, params, 1, 3);
+  params[2].set_data(torch::ones({7}));
+  const auto before = copies(params);
+  CHECK_THROWS((void)optimizer.averaged());
+  check_same_bits(params, before);
+  CHECK_NOTHROW((void)optimizer.master_params());
+}
+
+TEST_CASE("a parameter that cannot be restored gives a warning, and the others are restored") {
+  const auto params = parameters(torch::kCPU);
+  AdamW optimizer(params, AdamWOptions().ema(0.5));
+  train(optimizer, params, 1, 3);
+  const auto before = copies(params);
+  Warnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  {
+    const auto averaged = optimizer.averaged();
+    params[0].set_data(torch::ones({7}));
+  }
+  REQUIRE(warnings.messages.size() == 1);
+  CHECK_THAT(warnings.messages[0], ContainsSubstring("a parameter of shape [7] was not restored"));
+  CHECK(same_bits(params[2], before[2]));
+  CHECK_NOTHROW((void)optimizer.master_params());
+}
+
 TEST_CASE("averages are those of the formula, and skipped steps leave them") {
   const auto param = torch::ones({3}).set_requires_grad(true);
-  ampfuse::SGD optimizer({param}, ampfuse::SGDOptions(1).ema(0.5));
-  const auto average = [&] {
-    return static_cast<const ampfuse::SGDParamState&>(
-               *optimizer.state().at(param.unsafeGetTensorImpl()))
-        .ema_param()[0]
-        .item<float>();
-  };
+  SGD optimizer({param}, SGDOptions(1).ema(0.5));
+  const auto average = [&] { return sgd_state_of(optimizer, param).ema_param()[0].item<float>(); };
   param.mutable_grad() = torch::ones({3});
   optimizer.step();
   CHECK(average() == 0);  // the first step sets it
@@ -152,6 +220,11 @@ TEST_CASE("averages are those of the formula, and skipped steps leave them") {
   optimizer.found_inf.reset();
   optimizer.step();
   CHECK(average() == -0.5);
+  // Momentum that is switched on later does not set it again. It starts from 0, with dampening.
+  sgd_options_of(optimizer).momentum(0.9).dampening(0.5);
+  optimizer.step();
+  CHECK(param[0].item<float>() == -1.5);
+  CHECK(average() == -1);
 }
 
 TEST_CASE("options that do not fit moments in 8 bits or averages are refused") {

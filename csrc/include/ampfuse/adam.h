@@ -52,12 +52,12 @@ struct AMPFUSE_API AdamOptionsOf
   TORCH_ARG(int64_t, seed) = 0;
 
  public:
-  /// Reads the entries that the archive has.
+  /// Reads the entries that the archive has. Without an archived `ema` the present one stays.
   ///
   /// \throws c10::ValueError if these are AdamOptions, and the archive has AdamWOptions.
   void serialize(torch::serialize::InputArchive& archive) override;
-  /// Writes all options except `master_weights` and `state_dtype`, which determine how state is
-  /// stored, not what is computed.
+  /// Writes all options except `master_weights`, `state_dtype` and `ema_dtype`, which determine how
+  /// state is stored, not what is computed.
   void serialize(torch::serialize::OutputArchive& archive) const override;
 
   /// Returns the learning rate. torch's schedulers call this.

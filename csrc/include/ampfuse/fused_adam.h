@@ -67,7 +67,7 @@ struct FusedAdamOptions {
   /// 8-bit moments and 16-bit averages are always rounded at random.
   int64_t seed = 0;
   /// The index of each tensor's first element among all elements of the model. Empty: tensors
-  /// follow each other, and each begins at a multiple of 4.
+  /// follow each other, and each begins at a multiple of 8.
   at::IntArrayRef first_indices = {};
 };
 

@@ -9,6 +9,7 @@
 #include <iosfwd>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -25,7 +26,8 @@ class AMPFUSE_API AveragedParams {
   /// Moves the duty to restore the parameters.
   AveragedParams(AveragedParams&& other) noexcept = default;
   AveragedParams& operator=(AveragedParams&&) = delete;  ///< not assignable
-  ~AveragedParams();                                     ///< Restores the parameters.
+  /// Restores the parameters. Warns of those that have been replaced by others of another shape.
+  ~AveragedParams();
 
  private:
   friend class FusedOptimizer;
@@ -56,7 +58,8 @@ AMPFUSE_API std::ostream& operator<<(std::ostream& stream, MasterWeights kind);
 /// State of a parameter from its first step on. Tensors that it does not need are undefined; the
 /// others are on the parameter's device. All except `step` and units have the parameter's shape.
 struct AMPFUSE_API FusedParamState : torch::optim::OptimizerParamState {
-  /// The number of steps that the moments contain, without skipped ones: float, 0-dim.
+  /// The number of steps since the moments began, or before them an average or rounding at random.
+  /// Skipped steps do not count. Float, 0-dim.
   TORCH_ARG(at::Tensor, step);
   /// The master of a 16-bit parameter: float, or short for a remainder.
   TORCH_ARG(at::Tensor, master_param);
@@ -64,11 +67,18 @@ struct AMPFUSE_API FusedParamState : torch::optim::OptimizerParamState {
   TORCH_ARG(at::Tensor, ema_param);
 
  public:
-  /// A moment, and its name in archives.
+  /// A moment, and its names in archives.
   struct Moment {
     const char* name;    ///< for example "exp_avg"
     at::Tensor& tensor;  ///< undefined if no step has needed it; codes of 8 bits if it has units
     at::Tensor* units;   ///< a bfloat16 for each 32 codes; null if the moment has no 8-bit form
+
+    /// Returns true if `tensor` has codes of 8 bits.
+    bool has_codes() const { return units && units->defined(); }
+    /// Returns the name of `tensor` in archives.
+    std::string tensor_name() const { return has_codes() ? std::string(name) + "_codes" : name; }
+    /// Returns the name of `units` in archives.
+    std::string units_name() const { return std::string(name) + "_units"; }
   };
   using Moments = c10::SmallVector<Moment, 3>;  ///< a list on the stack
   /// Returns the moments that a parameter may have, always in the same order.
@@ -130,11 +140,13 @@ class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
   /// Returns the values that steps update, in the order of the parameters. For a parameter with a
   /// master this is the master, for one with a remainder a new float tensor of the values that it
   /// represents, and otherwise the parameter itself.
+  ///
+  /// \throws c10::Error while the parameters are averages.
   [[nodiscard]] std::vector<at::Tensor> master_params() const;
 
   /// Makes the parameters their exponential averages as long as the result lives, for example to
   /// evaluate. Parameters without an average keep their values. Do not step, save or load the
-  /// optimizer meanwhile.
+  /// optimizer meanwhile, or read its masters.
   ///
   /// \throws c10::Error if there are no averages, or if the parameters are averages already.
   [[nodiscard]] AveragedParams averaged();
@@ -153,7 +165,8 @@ class AMPFUSE_API FusedOptimizer : public torch::optim::Optimizer {
   /// Loads groups and state, converted to this optimizer's kind of masters and dtype of moments;
   /// torch::load(optimizer, file) calls this. Existing tensors of the right dtype are overwritten
   /// in place. If the archive has no masters, the next step creates them from the parameters; if it
-  /// has masters, the parameters are set to them, except 16-bit parameters with kOff.
+  /// has masters, the parameters are set to them, except 16-bit parameters with kOff or
+  /// kStochastic. An archive without `ema` keeps that of the groups.
   ///
   /// \throws c10::Error if groups or shapes differ, and for an archive of another optimizer.
   ///     Nothing is loaded then.

@@ -19,15 +19,15 @@ struct FusedSgdTensors {
   /// Float or bfloat16 (double for double parameters); written. Empty without momentum.
   at::TensorList momentum_buffers;
   /// Float, one element: number of steps taken so far; written. At 0 the step starts the momentum:
-  /// the buffer is not read and takes the gradient. Empty without momentum.
+  /// the buffer is not read and takes the gradient. Empty if there is neither momentum nor
+  /// an average nor `round_at_random`.
   at::TensorList state_steps;
   /// Empty, or the masters of 16-bit parameters; written. Masters are float, and each parameter is
   /// its master rounded; or they are remainders of bfloat16 parameters, of dtype short: the 16 bits
   /// of each master that the parameter lacks.
   at::TensorList masters;
   /// Empty, or the units of moments in 8 bits; written. Then `momentum_buffers` is int8. Units are
-  /// bfloat16, one for each 32 elements in the order of memory; first those of all tensors' first
-  /// moment, then those of the second.
+  /// bfloat16, one for each 32 elements in the order of memory.
   at::TensorList units = {};
   /// Empty, or exponential averages of the parameters, before these are rounded to 16 bits: float
   /// or bfloat16 (double for double parameters); written.
@@ -64,7 +64,7 @@ struct FusedSgdOptions {
   /// 8-bit moments and 16-bit averages are always rounded at random.
   int64_t seed = 0;
   /// The index of each tensor's first element among all elements of the model. Empty: tensors
-  /// follow each other, and each begins at a multiple of 4.
+  /// follow each other, and each begins at a multiple of 8.
   at::IntArrayRef first_indices = {};
 };
 

@@ -47,10 +47,10 @@ struct AMPFUSE_API SGDOptions : torch::optim::OptimizerCloneableOptions<SGDOptio
   TORCH_ARG(int64_t, seed) = 0;
 
  public:
-  /// Reads the entries that the archive has.
+  /// Reads the entries that the archive has. Without an archived `ema` the present one stays.
   void serialize(torch::serialize::InputArchive& archive) override;
-  /// Writes all options except `master_weights` and `momentum_dtype`, which determine how state is
-  /// stored, not what is computed.
+  /// Writes all options except `master_weights`, `momentum_dtype` and `ema_dtype`, which determine
+  /// how state is stored, not what is computed.
   void serialize(torch::serialize::OutputArchive& archive) const override;
 
   /// Returns the learning rate. torch's schedulers call this.
@@ -64,11 +64,13 @@ AMPFUSE_API bool operator==(const SGDOptions& left, const SGDOptions& right);
 /// Prints the options that are set, with their names.
 AMPFUSE_API std::ostream& operator<<(std::ostream& stream, const SGDOptions& options);
 
-/// State of a parameter with momentum or with a master. Others have none. The momentum has the
-/// dtype `momentum_dtype`, or the parameter's dtype if that is double or complex.
+/// State of a parameter with momentum, with a master, with an average, or with kStochastic. Others
+/// have none. The momentum has the dtype `momentum_dtype`, or the parameter's dtype if that is
+/// double or complex.
 struct AMPFUSE_API SGDParamState : FusedParamState {
   /// The momentum: the running sum of gradients. It starts at the first step that is not skipped,
-  /// with the gradient of that step. While `step` is 0 its values have no meaning.
+  /// with the gradient of that step. While `step` is 0 its values have no meaning. If it is
+  /// switched on when there is an average, it starts from 0, and the first gradient is dampened.
   TORCH_ARG(at::Tensor, momentum_buffer);
   /// The units of the momentum, if it is in 8 bits.
   TORCH_ARG(at::Tensor, momentum_buffer_units);
