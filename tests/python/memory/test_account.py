@@ -8,6 +8,7 @@ from account_models import ACTIVATION, ROWS, WEIGHTS, WIDTH, accounted, sgd, ste
 from ampfuse.memory import account
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 def wide_lstm():
@@ -108,6 +109,19 @@ def test_on_a_gpu_sizes_are_multiples_of_512_and_layer_norm_is_in_float32():
     on_gpu = accounted(model, autocast=True, device="cuda")
     assert all(size % 512 == 0 for size in on_gpu.kinds.values())
     assert on_gpu.peak > 1.1 * accounted(model, autocast=True).peak
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_checkpoints_compute_layer_norms_in_float32_again(weights):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)).to(weights)
+    batch = torch.randn(ROWS, WIDTH, dtype=weights)
+
+    def loss_of():
+        with torch.autocast("cuda", torch.bfloat16):
+            return checkpoint(model, batch, use_reentrant=False).float().square().mean()
+
+    # One half of the activations would be 16-bit if the norm were.
+    assert accounted(model, loss_of, device="cuda").peak > 2 * ACTIVATION
 
 
 def test_program_for_a_gpu_is_accounted_without_one():

@@ -146,6 +146,8 @@ def test_blocks_that_update_running_statistics_are_not_checkpointed():
 def test_unknown_change_is_refused():
     with pytest.raises(ValueError, match=r"allow: expected names of .*, got 'checkpoints'"):
         planned(1, allow=["checkpoints"])
+    with pytest.raises(TypeError, match="allow: expected a list of names, got the str '8-bit"):
+        planned(1, allow="8-bit moments")
 
 
 def blocks_and_step(make_block, count, micro_batches=1):

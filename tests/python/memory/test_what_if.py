@@ -157,7 +157,18 @@ def test_frozen_weights_have_no_masters_and_only_adam_and_sgd_can_have_any():
     assert list(savings(torch.optim.RMSprop)) == ["autocast", "sharded over 8 GPUs"]
 
 
-BFLOAT16_SGD = "model.to(torch.bfloat16) and ampfuse.SGD"
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.float32, {"amsgrad": True}), (torch.float64, {})], ids=str
+)
+def test_8_bit_moments_are_not_proposed_where_the_optimizer_refuses_them(dtype, options):
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2, dtype=dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    loss_of = lambda: model[1](model[0](torch.zeros(1, 256)).to(dtype)).sum()  # noqa: E731
+    made = account(model, optimizer, stepper(optimizer, loss_of))
+    assert "8-bit moments" not in [saving.name for saving in made.savings]
+
+
+BFLOAT16_SGD = "model.to(torch.bfloat16), no autocast, ampfuse.SGD"
 OF_SGD = {
     "bfloat16 weights, masters": (BFLOAT16_SGD, BFLOAT16, {}),
     "bfloat16 weights, remainders": (

@@ -21,6 +21,7 @@ MODULES = {
     "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode",
     "torch._subclasses.functional_tensor": "FunctionalTensor",
     "torch.amp.grad_scaler": "_refresh_per_optimizer_state",
+    "torch.autograd": "_engine_run_backward",
     "torch.autograd.Variable": "_execution_engine",
     "torch.autograd.forward_ad": "_current_level",
     "torch.distributed.ProcessGroup": "_device_types",

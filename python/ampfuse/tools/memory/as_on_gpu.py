@@ -56,11 +56,6 @@ class AsOnGpu(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in ("cuda", "pin_memory") and isinstance(args[0], Tensor):
             return self._sent(args[0]) if name == "cuda" else args[0]
-        if name == "backward" and isinstance(args[0], Tensor):
-            if "gradient" in kwargs:
-                kwargs["grad_tensors"] = kwargs.pop("gradient")
-            with self:  # checkpoints call functions again in backward
-                return torch.autograd.backward(*args, **kwargs)
         if name in IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = convert_to_float32((args, kwargs))
         if name == "to" and len(args) > 1 and type(args[1]) is int:  # the number of a GPU
@@ -101,8 +96,24 @@ def act_as_on_gpu(sent: Callable[[Tensor], Tensor]) -> Iterator[None]:
         # torch's optimizers take lists of tensors by default only on devices that this returns.
         lists = "_get_foreach_kernels_supported_devices"
         replace(exits, torch_optimizer, lists, lambda: ["cuda", "cpu"])
-        exits.enter_context(AsOnGpu(sent))
+        mode = AsOnGpu(sent)
+        run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        replace(exits, torch.autograd, "_engine_run_backward", _within(mode, run))
+        exits.enter_context(mode)
         yield
+
+
+def _within(mode: AsOnGpu, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backward pass in which the mode is active: checkpoints call functions again.
+
+    The mode is not active in what it calls itself, such as `Tensor.backward`.
+    """
+
+    def run_within(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run(*args, **kwargs)
+
+    return run_within
 
 
 def _autocast_on_cpu(init: Callable[..., None]) -> Callable[..., None]:

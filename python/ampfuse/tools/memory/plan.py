@@ -144,6 +144,8 @@ def plan(
     """
     budget = bytes_of(budget)
     known = {change.name: change for change in what_if.CHANGES if change.name in ALLOWED}
+    if isinstance(allow, str):
+        raise TypeError(f"allow: expected a list of names, got the str {allow!r}")
     for name in allow:
         if name not in known:
             raise ValueError(f"allow: expected names of {list(known)}, got {name!r}")

@@ -69,16 +69,27 @@ def bfloat16_moments(record: Record) -> list[Allocation] | None:
 
 
 def coded_moments(record: Record) -> list[Allocation] | None:
-    """Return the allocations with an optimizer that keeps its moments in 8 bits."""
+    """Return the allocations with an optimizer that keeps its moments in 8 bits.
 
+    It refuses a third moment, and moments that are float64 or complex.
+    """
     moments = [one for one in record.allocations if one.kind == Kind.MOMENTS]
     if not record.replacement or any(one.dtype == torch.int8 for one in moments):
+        return None
+    trained = [one for one in record.allocations if one.is_trained]
+    is_refused = any(one.dtype == torch.float64 or one.dtype.is_complex for one in trained)
+    if is_refused or _elements(moments) > 2 * _elements(trained):
         return None
     numbers = (torch.float32, torch.bfloat16)
     changed = {id(one) for one in moments if one.dtype in numbers and one.shape.numel() > 1}
     if not changed:
         return None
     return [_code(one) if id(one) in changed else one for one in record.allocations]
+
+
+def _elements(allocations: list[Allocation]) -> int:
+    """Return the number of elements, without those of 0-dim tensors such as counters of steps."""
+    return sum(one.shape.numel() for one in allocations if len(one.shape) > 0)
 
 
 def drop_logits(record: Record) -> list[Allocation] | None:
@@ -220,17 +231,17 @@ def _code(one: Allocation) -> Allocation:
 
 MASTER_WEIGHTS = Change(
     "bfloat16 weights, masters",
-    "model.to(torch.bfloat16) and ampfuse.{optimizer}",
+    "model.to(torch.bfloat16), no autocast, ampfuse.{optimizer}",
     lambda record: bfloat16_weights(record, 4),
 )
 REMAINDERS = Change(
     "bfloat16 weights, remainders",
-    'model.to(torch.bfloat16) and ampfuse.{optimizer}(..., master_weights="remainder")',
+    'model.to(torch.bfloat16), no autocast, ampfuse.{optimizer}(..., master_weights="remainder")',
     lambda record: bfloat16_weights(record, 2),
 )
 STOCHASTIC = Change(
     "bfloat16 weights, stochastic",
-    'model.to(torch.bfloat16) and ampfuse.{optimizer}(..., master_weights="stochastic")',
+    'model.to(torch.bfloat16), no autocast, ampfuse.{optimizer}(..., master_weights="stochastic")',
     lambda record: bfloat16_weights(record, 0),
 )
 CODED_MOMENTS = Change("8-bit moments", "ampfuse.{optimizer}(..., {codes})", coded_moments)
@@ -246,7 +257,7 @@ OTHERS = (
         lambda record: checkpointed(record, record.blocks) if record.blocks else None,
     ),
 )
-ALL = Change("all of these", "", all_changes)
+ALL = Change("all of these", "with remainders and bfloat16 moments", all_changes)
 COMBINED = [change.name for change in (REMAINDERS, *OTHERS)]
 CHANGES = (
     MASTER_WEIGHTS,
