@@ -51,8 +51,8 @@ def eager_only(function: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-def at_compile_time(method: Callable[..., None]) -> Callable[..., None]:
-    """Make a method run while its caller is traced, and leave it out of the graph.
+def at_compile_time(method: Callable[..., R]) -> Callable[..., R]:
+    """Make a method run while its caller is traced. The graph has its result as a constant.
 
     Unlike with `torch.compiler.assume_constant_result`, the method is also not traced when its
     caller runs eagerly after a graph break.
@@ -60,8 +60,8 @@ def at_compile_time(method: Callable[..., None]) -> Callable[..., None]:
     untraced = _disable_dynamo(method)
 
     @functools.wraps(method)
-    def run(*args: Any) -> None:
-        untraced(*args)
+    def run(*args: Any) -> R:
+        return untraced(*args)
 
     run._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return run

@@ -276,8 +276,8 @@ FAULTS = [
     Fault(
         "Codes that are loaded into a parameter of another memory format keep their old groups.",
         "python/ampfuse/optim/_loading.py",
-        "        if codes in state and state[codes].stride() == param.stride():",
-        "        if codes in state:",
+        "            if is_kept and state[codes].stride() == param.stride():",
+        "            if is_kept:",
         "tests/python/optim/test_optim_8bit.py",
     ),
     Fault(

@@ -14,6 +14,8 @@ from ampfuse.amp import GradScaler, ScaleRecord
 from ampfuse.amp.gate import Gate
 from ampfuse.checkpoint._tree import is_tensor, kind_of, tensors_of
 from ampfuse.gradients.shards import is_dtensor
+from ampfuse.ops import decode_moment
+from ampfuse.optim import SGD, Adam
 
 METHODS = ("state_dict", "load_state_dict")  # of objects whose state is saved
 PLAIN = (int, float, str, dict, list, tuple, Tensor)
@@ -230,11 +232,24 @@ def load_state(value: Any, part: dict[str, Any], read: Callable[..., Any]) -> No
     if isinstance(value, nn.Module):
         _load_model(value, part, read)
         return
-    value.load_state_dict(read(part["state"]))
+    state = read(part["state"])
+    if has_torchs_state(value, state) and not isinstance(value, Adam | SGD):
+        state = {**state, "state": {key: decoded(one) for key, one in state["state"].items()}}
+    value.load_state_dict(state)
     if isinstance(value, GradScaler) and value.is_enabled():
         value._history.put_records(
             [ScaleRecord(*record) for record in read(part.get("history", []))]
         )
+
+
+def decoded(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state with numbers in place of 8-bit moments, which only ours knows."""
+    result = dict(state)
+    for name in [name.removesuffix("_units") for name in state if name.endswith("_units")]:
+        if f"{name}_codes" in state:
+            codes, units = (result.pop(f"{name}_{part}") for part in ("codes", "units"))
+            result[name] = decode_moment(codes, units)
+    return result
 
 
 def _load_model(model: nn.Module, part: dict[str, Any], read: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -47,21 +48,24 @@ def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
     return whole
 
 
-def first_element(tensor: Tensor) -> int:
-    """Return the index in the whole tensor of the first element of this rank's shard."""
+def elements_before(tensor: Tensor) -> int:
+    """Return the number of a DTensor's elements in the shards before that of this rank.
+
+    With shards along the first dimension, it is the index of the shard's first element.
+    """
     if not is_dtensor(tensor):
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offsets = compute_local_shape_and_global_offset(
+    sizes, offsets = compute_local_shape_and_global_offset(
         tensor.shape,
         tensor.device_mesh,  # type: ignore[attr-defined]
         tensor.placements,  # type: ignore[attr-defined]
     )
-    index = 0
-    for size, offset in zip(tensor.shape, offsets, strict=True):
-        index = index * size + offset
-    return index
+    count = 0
+    for dim, offset in enumerate(offsets):
+        count += prod(sizes[:dim]) * offset * prod(tensor.shape[dim + 1 :])
+    return count
 
 
 def shard_like(tensor: Tensor, whole: Tensor) -> Tensor:

@@ -31,9 +31,9 @@ def check_saved(rule: Rule, saved: Any, param: Tensor, index: int) -> None:
         elif name in (*rule.moments, "master_param", "ema_param"):
             check_tensor(where, value, param.is_meta)
             check_fits(where, value, param)
-    for moment in rule.moments:
-        if moment in decoded_names(rule, saved) and moment not in saved:
-            check_codes(saved, moment, param, index)
+    for position, moment in enumerate(rule.moments):
+        if moment not in saved and not saved.keys().isdisjoint(_coded.saved_names(moment)):
+            check_codes(saved, moment, param, index, is_signed=position == 0)
 
 
 def decoded_names(rule: Rule, saved: dict[str, Any]) -> set[str]:
@@ -42,19 +42,23 @@ def decoded_names(rule: Rule, saved: dict[str, Any]) -> set[str]:
     return {*saved, *coded}
 
 
-def check_codes(saved: dict[str, Any], moment: str, param: Tensor, index: int) -> None:
+def check_codes(
+    saved: dict[str, Any], moment: str, param: Tensor, index: int, *, is_signed: bool
+) -> None:
     """Raise unless the codes and units of a moment fit the parameter."""
     groups = (param.numel() + _coded.GROUP - 1) // _coded.GROUP
     shapes: tuple[tuple[int, ...], ...] = (tuple(param.shape), (groups,))
-    dtypes = ((torch.int8, torch.uint8), (torch.bfloat16,))
-    for name, shape, allowed in zip(_coded.saved_names(moment), shapes, dtypes, strict=True):
-        where, value = f"loaded state dict: {name} of parameter {index}", saved[name]
+    dtypes = (torch.int8 if is_signed else torch.uint8, torch.bfloat16)
+    for name, shape, dtype in zip(_coded.saved_names(moment), shapes, dtypes, strict=True):
+        where = f"loaded state dict: {name} of parameter {index}"
+        if name not in saved:
+            raise KeyError(f"{where}: codes and units are saved together, and this is missing")
+        value = saved[name]
         check_tensor(where, value, param.is_meta)
         if value.shape != shape:
             raise ValueError(f"{where}: expected shape {shape}, got {tuple(value.shape)}")
-        if value.dtype not in allowed:
-            expected = " or ".join(map(str, allowed))
-            raise TypeError(f"{where}: expected {expected}, got {value.dtype}")
+        if value.dtype != dtype:
+            raise TypeError(f"{where}: expected {dtype}, got {value.dtype}")
 
 
 def check_number(where: str, value: Any, may_be_meta: bool) -> None:

@@ -20,7 +20,7 @@ from ampfuse._graphs import traced_as
 from ampfuse.gradients.devices import move_to
 from ampfuse.gradients.lists import GradientList, resolve_conjugate_grad
 from ampfuse.gradients.shards import (
-    first_element,
+    elements_before,
     is_dtensor,
     local,
     place_gradient,
@@ -102,7 +102,7 @@ class GroupColumns:
         state: dict[Tensor, dict[str, Any]],
         spares: Spares,
         own_options: dict[str, Any],
-        first_index: int,
+        first_indices: list[int],
     ) -> None:
         self._rule, self._own_options = rule, own_options
         self._params: list[Tensor] = list(group["params"])
@@ -114,9 +114,7 @@ class GroupColumns:
         self._moments = self._state_options.moments
         self._units = self._state_options.unit_entries
         self._absent: list[list[Tensor]] = [[] for _ in rule.moments[len(self._moments) :]]
-        self._first_indices: list[int] = []
-        if self._state_options.draws_randoms:
-            self._first_indices = first_indices(self._params, first_index)
+        self._first_indices = first_indices if self._state_options.draws_randoms else []
         grads, self._kinds = self._grads_and_kinds()
         for index, param in enumerate(self._params):
             if grads[index] is None:
@@ -234,12 +232,10 @@ class ColumnCache:
             self._before_step = set(state)
             for index, group in enumerate(groups):  # the model may have been cast
                 check_params(self._rule, group, index, self._own_options)
-            self._groups, first_index = [], 0
-            for group in groups:
-                self._groups.append(
-                    GroupColumns(self._rule, group, state, spares, self._own_options, first_index)
-                )
-                first_index = index_after(group["params"], first_index)
+            self._groups = [
+                GroupColumns(self._rule, group, state, spares, self._own_options, first)
+                for group, first in zip(groups, first_indices(groups), strict=True)
+            ]
             self._states = list(state.values())
             columns = self._read_known(groups, state)
             assert columns is not None
@@ -280,24 +276,19 @@ class ColumnCache:
         self._before_step = None
 
 
-def index_after(params: list[Tensor], first_index: int) -> int:
-    """Return the first index of the parameter that follows these.
+def first_indices(groups: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the index of each parameter's first element among all elements of the optimizer.
 
     Each parameter begins at a multiple of 8, since random numbers are drawn for 8 elements at a
     time (math/stochastic_rounding.h).
     """
-    return first_index + sum((param.numel() + 7) // 8 * 8 for param in params)
-
-
-def first_indices(params: list[Tensor], first_index: int) -> list[int]:
-    """Return the index that each parameter's first element has among all elements of the model.
-
-    It does not depend on how DTensors are sharded along their first dimension.
-    """
-    indices = []
-    for param in params:
-        indices.append(first_index + first_element(param))
-        first_index = index_after([param], first_index)
+    indices, begin = [], 0
+    for group in groups:
+        of_group = []
+        for param in group["params"]:
+            of_group.append(begin + elements_before(param))
+            begin += (param.numel() + 7) // 8 * 8
+        indices.append(of_group)
     return indices
 
 

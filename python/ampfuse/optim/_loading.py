@@ -4,6 +4,7 @@ Loading is all or nothing: everything is checked, then all new state is created,
 any old state replaced.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse._texts import listed
+from ampfuse._warning import warn_caller
 from ampfuse.gradients.shards import is_dtensor, shard_like
 from ampfuse.optim import _coded, _state
 from ampfuse.optim._callers import DCP, is_called_from
@@ -30,18 +32,18 @@ from ampfuse.optim.options import (
     check_options,
     drop_torchs_options,
     has_torchs,
+    option,
 )
 
 
 def saved_state_dict(optimizer: Any, decoded: bool) -> dict[str, Any]:
     """Return torch's state dict after `export`, and after the program's hooks, which run last."""
-    handle = optimizer.register_state_dict_post_hook(export, prepend=True)
-    optimizer._decodes_moments = decoded
+    hook = partial(export, decoded=decoded)
+    handle = optimizer.register_state_dict_post_hook(hook, prepend=True)
     try:
         return Optimizer.state_dict(optimizer)
     finally:
         handle.remove()
-        optimizer._decodes_moments = False
 
 
 def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -63,7 +65,7 @@ def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
         optimizer._loading = None
 
 
-def export(optimizer: Any, saved: dict[str, Any]) -> None:
+def export(optimizer: Any, saved: dict[str, Any], *, decoded: bool) -> None:
     """Convert entries that are saved in another form than they are kept. This is a hook."""
     is_dcp = is_called_from(DCP)
     if optimizer._has_own_options:  # programs may add torch's options at any time
@@ -77,7 +79,7 @@ def export(optimizer: Any, saved: dict[str, Any]) -> None:
             if key in saved["state"]:
                 state = _state.include_writes_in_state(param, saved["state"][key])
                 state = _coded.exported(exported(param, state), optimizer._rule.moments)
-                if is_dcp or optimizer._decodes_moments or is_dtensor(param):
+                if is_dcp or decoded or is_dtensor(param):
                     state = _coded.decoded(state, optimizer._rule.moments)
                 # DCP needs the same entries in what it saves and in what it loads.
                 state = state if is_dcp else _state.drop_unset_moments(state, optimizer._rule)
@@ -118,6 +120,7 @@ def new_states(
         if key in saved["state"]:
             check_saved(rule, saved["state"][key], param, index)
     refuse_other_order(found, saved["state"])
+    warn_of_lost_averages(groups, saved["state"], own_options)
     new = {
         param: _new_state(rule, saved["state"][key], param, rule.state_options(group, own_options))
         for key, (param, group, _) in found.items()
@@ -126,6 +129,19 @@ def new_states(
     if is_called_from(DCP):  # which loads the parameters by itself, before or after the optimizer
         new = {param: state._replace(param=None) for param, state in new.items()}
     return new
+
+
+def warn_of_lost_averages(
+    groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]], own_options: dict[str, Any]
+) -> None:
+    """Warn if a state dict has averages, and no group has the option for them."""
+    if any("ema_param" in state for state in states.values()) and all(
+        option(group, "ema", own_options) is None for group in groups
+    ):
+        warn_caller(
+            "loaded state dict: it has averages of the weights, and this optimizer has none, so "
+            "they are dropped: pass for example ema=0.999 to keep them"
+        )
 
 
 def refuse_other_order(found: dict[Any, Owner], states: dict[Any, dict[str, Any]]) -> None:
@@ -195,27 +211,21 @@ def _new_state(rule: Rule, saved: dict[str, Any], param: Tensor, options: StateO
 def _with_moments(
     rule: Rule, saved: dict[str, Any], param: Tensor, options: StateOptions
 ) -> dict[str, Any]:
-    """Return saved state with moments as the group keeps them: as numbers, or in 8 bits.
-
-    Codes stay as they are if they are in the parameter's order of memory, which groups follow.
-    """
-    if not options.is_coded or is_dtensor(param):
-        # Codes that were saved by one process are those of whole tensors.
-        whole = [name for name in rule.moments if name not in saved]
-        saved = _coded.decoded(saved, rule.moments)
-        saved = saved | {name: shard_like(param, saved[name]) for name in whole if name in saved}
-    if not options.is_coded:
-        return saved
+    """Return saved state with moments as the group keeps them: as numbers, or in 8 bits."""
     state = dict(saved)
     for index, name in enumerate(rule.moments):
         codes, units = _coded.saved_names(name)
-        if codes in state and state[codes].stride() == param.stride():
-            state[name] = state.pop(codes).to(param.device)
-            state[units] = state[units].to(param.device)
-            continue
         if codes in state:
-            state[name] = _coded.decode(state.pop(codes), state.pop(units))
-        if name in state:
+            # Codes stay if they are in the parameter's order of memory, which their groups follow.
+            is_kept = options.is_coded and not is_dtensor(param)
+            if is_kept and state[codes].stride() == param.stride():
+                state[name] = state.pop(codes).to(param.device)
+                state[units] = state[units].to(param.device)
+                continue
+            # Codes are those of whole tensors: shards are saved as numbers.
+            number = _coded.decode(state.pop(codes), state.pop(units))
+            state[name] = shard_like(param, number)
+        if name in state and options.is_coded:
             number = _state.converted(state[name], param, torch.float32)
             state[name], state[units] = _coded.encode(number, is_signed=index == 0)
     return state
@@ -317,13 +327,15 @@ def adopt(rule: Rule, saved: dict[str, Any]) -> dict[str, Any]:
 def adopt_entries(rule: Rule, saved: dict[str, Any], is_torchs: bool) -> dict[str, Any]:
     """Return a parameter's state without what torch's class cannot have written.
 
-    That class keeps masters and counters of ours that it has loaded, but does not step them. A
-    distributed checkpoint has masters only if ours saved it, since torch's class asks it for none.
-    It has an empty dict for an entry that flattened state lacks.
+    That class keeps what it has loaded of ours, masters, averages, counters and codes, but does not
+    step it. A distributed checkpoint has masters only if ours saved it, since torch's class asks it
+    for none. It has an empty dict for an entry that flattened state lacks.
     """
     entries = {name: value for name, value in saved.items() if not is_empty_dict(value)}
     if is_torchs:
-        entries.pop("master_param", None)
+        codes = [name for moment in rule.moments for name in _coded.saved_names(moment)]
+        for name in ("master_param", "ema_param", *codes):
+            entries.pop(name, None)
     if not rule.first_step_sets_moments:
         return entries
     for name in rule.moments:

@@ -34,7 +34,10 @@ def ensure(state: dict[str, Any], param: Tensor, options: StateOptions, spares: 
     of_master = master_dtype(param, options)
     missing = [name for name in options.moments if state.get(name) is None]
     if options.counts_steps:
-        restarts = bool(missing) and options.first_step_sets_moments
+        # A step whose counter is 0 sets the average, too, so an average keeps its counter. Then the
+        # first step with momentum differs from torch's by the dampening.
+        has_average = state.get("ema_param") is not None
+        restarts = bool(missing) and options.first_step_sets_moments and not has_average
         if "step" not in state or restarts:
             refuse_in_capture()
             # The program may have put moments into the state: they count as set.

@@ -23,6 +23,7 @@ from ampfuse.optim._traced import traced_columns
 def take_step(optimizer: Any) -> None:
     """Take a step with a scaler's signals, or with those that the optimizer has itself."""
     groups = groups_of(optimizer)
+    refuse_averaged(optimizer, "step")
     limits = options.limits_of(groups, optimizer._own_options)
     if optimizer._is_in_zero and optimizer.process_group is None:
         refuse_limits_in_zero(optimizer, [*limits, optimizer.max_grad_norm])
@@ -55,7 +56,6 @@ def read_columns(
     optimizer: Any, groups: list[dict[str, Any]], limits: list[float | None]
 ) -> list[list[Columns]]:
     """Return the columns of each group; create missing state, and check everything."""
-    refuse_averaged(optimizer, "step")
     cache = optimizer._columns
     if cache.have_options_changed(groups, optimizer.max_grad_norm):
         options.check_groups(optimizer._rule, groups, optimizer.defaults)

@@ -17,7 +17,6 @@ from ampfuse.optim._clips import grad_norm_tensor
 from ampfuse.optim._columns import (
     Columns,
     first_indices,
-    index_after,
     is_plain,
     localized,
     op_options,
@@ -42,6 +41,7 @@ class Traced:
         self.steps_alone = False
         self.skips_unseen = False
         self.takes_tensors = False
+        self.is_averaged = False  # True while averages are in place of the parameters
 
     @at_compile_time
     def begin(self) -> None:
@@ -61,8 +61,11 @@ class Traced:
         optimizer._opt_called = True  # schedulers check it
 
     @at_compile_time
-    def make_state(self, with_gradient: list[list[int]]) -> None:
-        """Create the state of these parameters of each group, and the tensor for the norm."""
+    def make_state(self, with_gradient: list[list[int]]) -> list[list[int]]:
+        """Create the state of these parameters of each group, and the tensor for the norm.
+
+        Returns the index of each parameter's first element, for random numbers.
+        """
         optimizer = self._optimizer()
         assert optimizer is not None
         params = [
@@ -78,6 +81,7 @@ class Traced:
             for param in of_group:
                 state = ensure_in(optimizer.state, param, of_state, optimizer._spare_masters)
                 make_static(state.values())
+        return first_indices(self.param_groups)
 
 
 def traced_columns(
@@ -91,21 +95,19 @@ def traced_columns(
         [index for index, param in enumerate(group["params"]) if param.grad is not None]
         for group in groups
     ]
-    optimizer._traced.make_state(with_gradient)
-    columns, first_index = [], 0
-    for group, indices in zip(groups, with_gradient, strict=True):
-        columns.append(_group_columns(optimizer, group, indices, first_index))
-        first_index = index_after(group["params"], first_index)
-    return columns
+    first = optimizer._traced.make_state(with_gradient)
+    return [
+        _group_columns(optimizer, group, indices, of_group)
+        for group, indices, of_group in zip(groups, with_gradient, first, strict=True)
+    ]
 
 
 def _group_columns(
-    optimizer: Any, group: dict[str, Any], indices: list[int], first_index: int
+    optimizer: Any, group: dict[str, Any], indices: list[int], first: list[int]
 ) -> list[Columns]:
     rule = optimizer._rule
     of_state = rule.state_options(group, optimizer._own_options)
     params = [group["params"][index] for index in indices]
-    first = first_indices(group["params"], first_index) if of_state.draws_randoms else []
     of_op = op_options(rule, group, optimizer._own_options)
     found: dict[tuple[torch.device, bool], Columns] = {}
     units: dict[tuple[torch.device, bool], list[list[Tensor]]] = {}
@@ -129,7 +131,7 @@ def _group_columns(
             of_moment.append(state[name])
         if of_state.has_ema:
             columns.averages.append(state["ema_param"])
-        if first:
+        if of_state.draws_randoms:
             columns.first_indices.append(first[index])
         if of_state.counts_steps:
             columns.state_steps.append(state["step"])

@@ -60,7 +60,7 @@ class AdamW(Adam, torch.optim.AdamW):
             themselves, which loses updates smaller than half their last bit. `"stochastic"` steps
             them, too, but rounds each up or down at random, in proportion, so that small updates
             take effect on average. It needs no memory; the random numbers depend on `seed`, the
-            number of the step and the element's index, not on the device or the number of ranks.
+            number of the step and the element's index, not on the device.
         state_dtype: Dtype of the moments, float32, bfloat16 or `"8bit"`. With bfloat16 set
             `betas[1]` to at most 0.99: with 0.999 the second moment cannot shrink, since rounding
             restores it. `"8bit"` keeps codes of the moments' square roots, 2.1 bytes per element

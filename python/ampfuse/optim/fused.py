@@ -50,8 +50,6 @@ class FusedOptimizer(Optimizer):
     _loading: dict[str, Any] | None = None  # a state dictionary, while it is loaded
     _grad_norm: Tensor | None = None
     _is_in_zero = False  # True if other ranks step other parameters
-    _is_averaged = False  # True while averages are in place of the parameters
-    _decodes_moments = False  # True while a state dict without 8-bit moments is made
     _is_in_graphs = False  # True if graphs write the state in place
     _unscales_in_place = False  # True if a scaler's step writes gradients back
     _has_own_options = True  # False in replacements of torch's classes
@@ -90,6 +88,7 @@ class FusedOptimizer(Optimizer):
         self._spare_masters: Spares = {}
         Optimizer.__init__(self, params, {name: checked[name] for name in defaults})
         self._traced, self._slot = Traced(self), Slot()
+        options.warn_of_float32_weights(own_options["master_weights"], self.param_groups)
 
     def _note_zero(self) -> None:
         self._is_in_zero = is_called_from(ZERO) and torch.distributed.get_world_size() > 1
@@ -137,6 +136,7 @@ class FusedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy."""
+        refuse_averaged(self, "copy")
         own = {name: vars(self)[name] for name in OWN_ATTRIBUTES & vars(self).keys()}
         return {**Optimizer.__getstate__(self), **own}
 
@@ -151,12 +151,15 @@ class FusedOptimizer(Optimizer):
             options.fill(self._rule, self.param_groups, self.defaults)
             old, new = self.param_groups, state["param_groups"]
             _loading.keep_options(self._rule, new, old)
+            for index, group in enumerate(new):
+                options.check_params(self._rule, group, index, self._own_options)
             states = _loading.new_states(self._rule, old, loading, self._own_options)
             _loading.keep_rates(new, old)
             state = {**state, "state": self.state}
         Optimizer.__setstate__(self, state)
         if self._has_own_options:
             self.defaults.pop("differentiable", None)  # set by torch's __setstate__
+        self._own_options = {**self._rule.ours, **self._own_options}  # of an earlier version
         self._columns = ColumnCache(self._rule, self._own_options)
         self._written = vars(self).get("_written") or WrittenParams()
         self._written.forget()
@@ -271,7 +274,11 @@ class FusedOptimizer(Optimizer):
         Yields:
             A parameter's float32 master, a new float32 tensor if the parameter has a remainder, or
             else the parameter itself.
+
+        Raises:
+            RuntimeError: The parameters are averages, see `averaged`.
         """
+        refuse_averaged(self, "master_params")
         for group in self.param_groups:
             for param in group["params"]:
                 state = exported(param, self.state.get(param, {}))
@@ -293,18 +300,24 @@ class FusedOptimizer(Optimizer):
                     adopt_param(local(param.detach()).to(master.device), local(master))
         self._written.forget()
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def averaged(self, model: torch.nn.Module | None = None) -> AbstractContextManager[None]:
         """Make the parameters their exponential averages for a block, for example to evaluate.
 
         Parameters without an average yet, or whose group has none, keep their values. Buffers, such
         as the statistics of batch norms, are not averaged. During the block there is a copy of the
-        parameters. Do not step, save or load the optimizer in it.
+        parameters. What is written to the parameters in it is lost at its end. Do not step, save or
+        load the optimizer in it.
+
+        Args:
+            model: The model, if it is sharded by `fully_shard`: it then gathers the averages. Other
+                models need not be passed.
 
         Returns:
             A context manager.
 
         Raises:
-            RuntimeError: No group has the option `ema`, or this is called in such a block.
+            RuntimeError: No group has the option `ema`, this is called in such a block, or
+                parameters are DTensors and `model` is missing.
 
         Examples:
             >>> import torch, ampfuse
@@ -319,7 +332,7 @@ class FusedOptimizer(Optimizer):
             >>> weight.item()
             -1.0
         """
-        return averages_as_params(self)
+        return averages_as_params(self, model)
 
     def options_of(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return all options of a group, with those of the constructor that it does not have.
@@ -358,6 +371,7 @@ class FusedOptimizer(Optimizer):
         Args:
             snapshot: The result of `snapshot()` after the capture.
         """
+        refuse_averaged(self, "step")
         snapshot.put_back(self)
 
     def state_dict(self, *, decoded: bool = False) -> dict[str, Any]:
@@ -384,7 +398,7 @@ class FusedOptimizer(Optimizer):
         tensors are replaced. `master_weights` and the dtype of moments are not loaded: saved state
         is converted to the present ones. After a checkpoint without masters, for example torch's,
         the next step makes them from the parameters; a checkpoint with masters sets the parameters
-        too, except 16-bit ones with `master_weights=False`. Options that the checkpoint lacks stay
+        too, except 16-bit ones that have no masters now. Options that the checkpoint lacks stay
         unchanged.
 
         Args:

@@ -24,6 +24,7 @@ TORCHS_OWN = {"foreach": None, "fused": None, "capturable": False, "differentiab
 _ALWAYS_FUSED = "the step is always fused: drop foreach, fused, capturable and differentiable"
 REMEDIES = dict.fromkeys(TORCHS_OWN, _ALWAYS_FUSED)  # hints for arguments that torch's class has
 REMEDIES |= {"state_dtype": "write momentum_dtype", "momentum_dtype": "write state_dtype"}
+REMEDIES |= {"ema_decay": "write ema"}
 
 
 def has_torchs(group: dict[str, Any]) -> bool:
@@ -96,6 +97,16 @@ def check_initial(rule: Rule, options: dict[str, Any]) -> None:
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
 
 
+def warn_of_float32_weights(master_weights: bool | str, groups: list[dict[str, Any]]) -> None:
+    """Warn of an option that does nothing, since it is about 16-bit weights."""
+    dtypes = {param.dtype for group in groups for param in group["params"]}
+    if master_weights in ("remainder", "stochastic") and dtypes.isdisjoint(DTYPES_16_BIT):
+        warn_caller(
+            f"master_weights={master_weights!r} has no effect, since no parameter is 16-bit: call "
+            "model.to(torch.bfloat16) before the optimizer is made, and train without autocast"
+        )
+
+
 def check_options(rule: Rule, options: dict[str, Any]) -> None:
     """Raise for options that no step can use.
 
@@ -141,21 +152,23 @@ def check_ours(rule: Rule, options: dict[str, Any]) -> None:
         )
     check_ema(option(options, "ema", ours), option(options, "ema_dtype", ours))
     seed = option(options, "seed", ours)
-    if type(seed) is not int or not -(2**63) <= seed < 2**63:
-        raise TypeError(f"seed: expected an int of 64 bits, got {described(seed)}")
+    if type(seed) is not int:
+        raise TypeError(f"seed: expected an int, got {described(seed)}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed: expected an int of 64 bits, got {seed}")
     check_limit(option(options, "max_grad_norm", ours))
 
 
 def check_ema(ema: Any, dtype: Any) -> None:
     """Raise for an invalid decay or dtype of averages."""
+    if dtype is not None and dtype_name(dtype) not in MOMENT_DTYPES:
+        raise ValueError(f"ema_dtype: expected torch.float32 or torch.bfloat16, got {dtype}")
     if ema is None:
         return
     if not is_number(ema):
         raise TypeError(f"ema: expected None or a number, got {described(ema)}")
     if not 0 <= ema < 1:
         raise ValueError(f"ema: expected a decay from 0 to less than 1, got {ema}")
-    if dtype is not None and dtype_name(dtype) not in MOMENT_DTYPES:
-        raise ValueError(f"ema_dtype: expected torch.float32 or torch.bfloat16, got {dtype}")
 
 
 def check_unscale(unscale: str, process_group: Any) -> None:

@@ -3,6 +3,7 @@
 import random
 from argparse import Namespace
 
+import ampfuse
 import ampfuse.checkpoint as checkpoint
 import numpy as np
 import pytest
@@ -173,6 +174,20 @@ def test_optimizer_of_torch_goes_on_as_ours(tmp_path):
     second = Training.of(1)
     checkpoint.load(tmp_path, **second.objects)
     assert second.run(3) == pytest.approx(losses, rel=1e-5)
+
+
+def test_8_bit_moments_go_on_in_optimizers_of_torch(tmp_path):
+    model = nn.Linear(64, 8)
+    options = {"lr": 0.1, "momentum": 0.9}
+    optimizer = ampfuse.SGD(model.parameters(), momentum_dtype="8bit", **options)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer)
+    other = torch.optim.SGD(model.parameters(), **options)
+    checkpoint.load(tmp_path, model=model, optimizer=other)
+    (momentum, _) = (other.state[param]["momentum_buffer"] for param in model.parameters())
+    torch.testing.assert_close(momentum, model.weight.grad, rtol=0.02, atol=0)
+    assert all("codes" not in name for state in other.state.values() for name in state)
 
 
 class Lookahead(torch.optim.Optimizer):

@@ -83,12 +83,77 @@ def test_calls_that_would_take_averages_for_weights_are_refused(device):
         "load_state_dict": lambda: optimizer.load_state_dict({}),
         "sync_masters_from_model": optimizer.sync_masters_from_model,
         "averaged": lambda: optimizer.averaged().__enter__(),
+        "master_params": lambda: list(optimizer.master_params()),
+        "copy": lambda: copy.deepcopy(optimizer),
     }
     with optimizer.averaged():
         for name, call in calls.items():
             with pytest.raises(RuntimeError, match=rf"{name}\(\): the parameters are averages"):
                 call()
     optimizer.step()
+
+
+def test_a_compiled_step_is_refused_inside_of_the_block_and_goes_on_after_it(device):
+    params = parameters(device)
+    optimizer = trained(ampfuse.AdamW, params, range(2), ema=0.9)
+    step = torch.compile(optimizer.step, backend="eager")
+    step()
+    with optimizer.averaged(), pytest.raises(RuntimeError, match="the parameters are averages"):
+        step()
+    step()
+    assert optimizer.state[params[0]]["step"].item() == 4
+    torch._dynamo.reset()  # it traces no function again in which an error was raised
+
+
+def test_weights_that_get_other_memory_inside_of_the_block_are_restored(device):
+    model = nn.Conv2d(3, 4, 3, device=device)
+    optimizer = trained(ampfuse.AdamW, list(model.parameters()), range(3), ema=0.5)
+    before = clones(model.parameters())
+    with optimizer.averaged():
+        model.to(memory_format=torch.channels_last)
+        model.bfloat16().float()
+    assert_same_bits([*model.parameters()], before)
+
+
+def test_autocast_casts_the_averages_and_then_the_weights_again(device):
+    model = nn.Linear(3, 2, device=device)
+    optimizer = trained(ampfuse.AdamW, list(model.parameters()), range(3), ema=0.5)
+    inputs = torch.ones(1, 3, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        own = model(inputs)
+        with optimizer.averaged():
+            averaged = model(inputs)
+        again = model(inputs)
+    assert not torch.equal(averaged, own)
+    assert torch.equal(again, own)
+
+
+def test_an_average_goes_on_if_momentum_starts_later(device):
+    param = Parameter(torch.zeros(5, device=device))
+    optimizer = ampfuse.SGD([param], lr=1.0, ema=0.5)
+    for momentum, average in ((0.0, -1.0), (0.0, -1.5), (0.5, -2.25), (0.5, -3.375)):
+        optimizer.param_groups[0]["momentum"] = momentum
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert (optimizer.state[param]["ema_param"] == average).all()
+
+
+def test_averages_that_torchs_class_has_not_stepped_are_dropped(device):
+    params = parameters(device)
+    saved = trained(ampfuse.AdamW, params, range(2), ema=0.5).state_dict()
+    torchs = torch.optim.AdamW(params)
+    torchs.load_state_dict(copy.deepcopy(saved))
+    train(torchs, params, range(2, 4))
+    optimizer = ampfuse.AdamW(params, ema=0.5)
+    optimizer.load_state_dict(torchs.state_dict())
+    assert "ema_param" not in optimizer.state[params[0]]
+
+
+def test_an_optimizer_that_drops_saved_averages_warns(device):
+    params = parameters(device)
+    saved = trained(ampfuse.AdamW, params, range(2), ema=0.5).state_dict()
+    with pytest.warns(UserWarning, match=r"it has averages .* pass for example ema=0\.999"):
+        ampfuse.AdamW(params).load_state_dict(saved)
 
 
 def test_an_optimizer_without_averages_says_so(device):
