@@ -43,9 +43,9 @@ AMPFUSE_HOST_DEVICE float signed_root(float moment) {
   return std::copysign(std::sqrt(std::fabs(moment)), moment);
 }
 
-// Returns the unit of a group, given the bits of its largest root; NaN if that is infinite or NaN. A
-// root that is the largest code times a unit is a few ulps off when it is divided by that code, so
-// the unit is rounded up from 4 ulps below.
+// Returns the unit of a group, given the bits of its largest root; NaN if that is infinite or NaN.
+// A root that is the largest code times a unit is a few ulps off when it is divided by that code,
+// so the unit is rounded up from 4 ulps below.
 template <typename code_t>
 AMPFUSE_HOST_DEVICE float code_unit(uint32_t largest_root) {
   const float exact = __builtin_bit_cast(float, largest_root) * (1 / kMostCode<code_t>);
@@ -56,8 +56,8 @@ AMPFUSE_HOST_DEVICE float code_unit(uint32_t largest_root) {
 // Codes are rounded with this many bits after the point, from as many random bits.
 inline constexpr int kCodeBits = 13;
 
-// The largest root in units of 2^-kCodeBits. The largest root of a group may be a few ulps above the
-// largest code times its unit: with a random number added, its code would not fit into 8 bits.
+// The largest root in units of 2^-kCodeBits. The largest root of a group may be a few ulps above
+// the largest code times its unit: with a random number added, its code would not fit into 8 bits.
 template <typename code_t>
 inline constexpr float kFixedLimit = kMostCode<code_t> * (1 << kCodeBits);
 
