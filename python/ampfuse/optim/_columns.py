@@ -7,6 +7,7 @@ programs move optimizer state to the host and back.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_
@@ -39,9 +40,9 @@ class Columns(GradientList):
     moments: list[list[Tensor]] = field(default_factory=list)  # empty for those of other groups
     state_steps: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)
-    units: list[Tensor] = field(default_factory=list)  # of moments in 8 bits: first, then second
-    averages: list[Tensor] = field(default_factory=list)
-    first_indices: list[int] = field(default_factory=list)  # if steps round at random
+    units: Sequence[Tensor] = ()  # of moments in 8 bits: first those of all first moments
+    averages: Sequence[Tensor] = ()
+    first_indices: Sequence[int] = ()  # if steps round at random
     dtensors: list[Tensor] = field(default_factory=list)  # those of which `params` has shards
     copied: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (original, copy used here)
 
@@ -52,7 +53,9 @@ class Columns(GradientList):
 
     def extended(self) -> dict[str, Any]:
         """Return the lists of the op that most steps do not need."""
-        lists = {
+        if not (self.units or self.averages or self.first_indices):
+            return {}
+        lists: dict[str, Sequence[Any]] = {
             "units": self.units,
             "ema_params": self.averages,
             "first_indices": self.first_indices,

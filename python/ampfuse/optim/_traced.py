@@ -107,38 +107,41 @@ def _group_columns(
 ) -> list[Columns]:
     rule = optimizer._rule
     of_state = rule.state_options(group, optimizer._own_options)
-    params = [group["params"][index] for index in indices]
     of_op = op_options(rule, group, optimizer._own_options)
-    found: dict[tuple[torch.device, bool], Columns] = {}
-    units: dict[tuple[torch.device, bool], list[list[Tensor]]] = {}
-    for index, param in zip(indices, params, strict=True):
+    members: dict[tuple[torch.device, bool], list[tuple[Tensor, dict[str, Any], int]]] = {}
+    for index in indices:
+        param = group["params"][index]
         refuse_sparse(param, rule)
         id(param)  # a guard: the graph holds this parameter's state, so it does not fit others
         has_master = master_dtype(param, of_state) is not None
         has_state = of_state.counts_steps or has_master
         state = optimizer.state[param] if has_state else {}
         kind = (param.device, has_master)
-        if kind not in found:
-            found[kind] = Columns(param.device, options=of_op, moments=[[] for _ in rule.moments])
-            units[kind] = [[] for _ in of_state.unit_entries]
-        columns = found[kind]
-        assert param.grad is not None
-        columns.params.append(param)
-        columns.grads.append(param.grad)
-        for name, moment in zip(of_state.moments, columns.moments, strict=False):
-            moment.append(state[name])
-        for name, of_moment in zip(of_state.unit_entries, units[kind], strict=True):
-            of_moment.append(state[name])
-        if of_state.has_ema:
-            columns.averages.append(state["ema_param"])
-        if of_state.draws_randoms:
-            columns.first_indices.append(first[index])
+        if kind not in members:
+            members[kind] = []
+        members[kind].append((param, state, first[index]))
+    found = []
+    for (device, has_master), those in members.items():
+        states = [state for _, state, _ in those]
+        absent = len(rule.moments) - len(of_state.moments)
+        columns = Columns(
+            device=device,
+            params=[param for param, _, _ in those],
+            grads=[param.grad for param, _, _ in those],  # type: ignore[misc]
+            options=of_op,
+            moments=[[state[name] for state in states] for name in of_state.moments]
+            + [[] for _ in range(absent)],
+            units=[state[name] for name in of_state.unit_entries for state in states],
+        )
         if of_state.counts_steps:
-            columns.state_steps.append(state["step"])
+            columns.state_steps = [state["step"] for state in states]
         if has_master:
-            columns.masters.append(state["master_param"])
-    for kind, columns in found.items():
-        columns.units = [one for of_moment in units[kind] for one in of_moment]
-    if all(map(is_plain, params)):
-        return list(found.values())
-    return [localized(columns) for columns in found.values()]
+            columns.masters = [state["master_param"] for state in states]
+        if of_state.has_ema:
+            columns.averages = [state["ema_param"] for state in states]
+        if of_state.draws_randoms:
+            columns.first_indices = [index for _, _, index in those]
+        found.append(columns)
+    if all(map(is_plain, (group["params"][index] for index in indices))):
+        return found
+    return [localized(columns) for columns in found]
