@@ -31,10 +31,10 @@ REPORTS := $(BUILD)/reports
 PYTEST = $(BIN)/python -m pytest $(PYTEST_FLAGS) --junitxml=$(REPORTS)/$(1).xml
 CTEST = $(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error \
 	--output-junit $(CURDIR)/$(REPORTS)/ctest.xml
-test test-fast test-frameworks test-one: export OMP_WAIT_POLICY ?= passive
-test test-fast test-frameworks test-one: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+test test-fast test-frameworks test-one test-wheels: export OMP_WAIT_POLICY ?= passive
+test test-fast test-frameworks test-one test-wheels: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 # torch's compiler tries each instruction set of this CPU with a program, in half a minute.
-test test-fast test-frameworks test-one: export TORCHINDUCTOR_VEC_ISA_OK ?= 1
+test test-fast test-frameworks test-one test-wheels: export TORCHINDUCTOR_VEC_ISA_OK ?= 1
 # The packaging tests compile copies of the sources. ccache compares paths relative to these
 # folders, and so finds the objects again.
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
@@ -61,8 +61,8 @@ CXX_FILES = $(shell git ls-files --cached --others --exclude-standard \
 	'*.h' '*.cpp' '*.cu' '*.cuh')
 
 .NOTPARALLEL:
-.PHONY: help demo test test-fast test-frameworks test-one docs bench wheel lint format build \
-	cpp-headers clean
+.PHONY: help demo test test-fast test-frameworks test-one test-wheels docs bench wheel wheels \
+	lint format build cpp-headers clean
 
 help:  ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,7 +71,8 @@ help:  ## list the verbs
 test test-frameworks: export TORCH_CUDA_ARCH_LIST ?= $(sort 9.0 $(GPUS))
 # A wheel has CUDA kernels by default, since it is for other machines.
 wheel: export AMPFUSE_WITH_CUDA ?= ON
-demo bench wheel: override CMAKE_ARGS += -DAMPFUSE_BUILD_TESTS=OFF
+wheels: export AMPFUSE_WITH_CUDA ?= OFF
+demo bench wheel wheels: override CMAKE_ARGS += -DAMPFUSE_BUILD_TESTS=OFF
 test test-fast test-frameworks test-one: export AMPFUSE_BUILD := $(BUILD)
 test-fast: override CMAKE_ARGS += -DAMPFUSE_BUILD_CUDA_HOST=OFF
 
@@ -161,9 +162,14 @@ wheel: $(READY)  ## make a wheel in dist/, for this torch and this Python
 	@$(call make_wheel,$(BUILD)/wheel,dist)
 	@ls dist
 
+test-wheels: cpp-headers $(READY)  ## test the wheel of make wheels with each torch; RELEASES="2.12.1"
+	@$(BIN)/python tools/test_wheels.py $(if $(RELEASES),--torch $(RELEASES))
+
+wheels: $(READY)  ## make a wheel in dist/ for torch 2.11 to 2.15; PYTHONS="python3.10 python3.12"
+	@$(BIN)/python tools/wheels.py $(if $(PYTHONS),--python $(PYTHONS))
+
 clean:  ## remove what was built; environments stay
-	rm -rf build build-* dist python/ampfuse/lib python/ampfuse/include python/ampfuse/share \
-		python/ampfuse/_C.*.so python/ampfuse/build_info.json
+	rm -rf build build-* dist python/ampfuse/lib python/ampfuse/include python/ampfuse/share
 
 $(READY): tools/environment.py pyproject.toml
 	@$(PYTHON) tools/environment.py

@@ -1,10 +1,12 @@
-"""Builds and installs ampfuse by calling CMake once.
+"""Builds and installs ampfuse by calling CMake once for each torch.
 
 torch is not a build requirement in pyproject.toml: an isolated build would fetch a second torch,
 and a library built against that one would not load into yours. Hence --no-build-isolation.
 
 Environment: AMPFUSE_WITH_CUDA (AUTO, ON, OFF), TORCH_CUDA_ARCH_LIST, AMPFUSE_FETCH_NVCC (OFF, ON),
-CMAKE_ARGS, CMAKE_BUILD_TYPE (Release), AMPFUSE_BUILD_DIR (build/ in place, else build/wheel/).
+CMAKE_ARGS, CMAKE_BUILD_TYPE (Release), AMPFUSE_BUILD_DIR (build/ in place, else build/wheel/), and
+AMPFUSE_TORCHES: the folders of several releases of torch, separated by colons, for a wheel that
+serves them all. Each is built in a folder of its own in AMPFUSE_BUILD_DIR (tools/wheels.py).
 """
 
 import importlib
@@ -30,14 +32,16 @@ if int(setuptools.__version__.split(".")[0]) < 77:
         f"building ampfuse needs setuptools 77 or newer, this is {setuptools.__version__}: "
         'pip install "setuptools>=77,<82"'
     )
-try:
-    import torch
-except ImportError:
-    sys.exit(
-        "building ampfuse needs the torch that it will be used with, and found none: "
-        "pip install torch, then pip install --no-build-isolation . "
-        "(without that option pip hides the installed torch from the build)"
-    )
+TORCHES = [Path(folder) for folder in os.environ.get("AMPFUSE_TORCHES", "").split(":") if folder]
+if not TORCHES:
+    try:
+        import torch
+    except ImportError:
+        sys.exit(
+            "building ampfuse needs the torch that it will be used with, and found none: "
+            "pip install torch, then pip install --no-build-isolation . "
+            "(without that option pip hides the installed torch from the build)"
+        )
 
 
 def put_own_tools_first() -> None:
@@ -96,11 +100,37 @@ def gpus() -> str:
     return ";".join(f"{major}.{minor}" for major, minor in sorted(found))
 
 
+def installed_torch() -> list[str]:
+    """Return CMake's options for the torch that is installed."""
+    return [
+        f"-DAMPFUSE_TORCH_ROOT={Path(torch.__file__).parent}",
+        f"-DAMPFUSE_TORCH_ARCHS={torch_archs()}",
+        f"-DAMPFUSE_GPUS={gpus()}",
+    ]
+
+
+def minor_release(folder: Path) -> tuple[int, int]:
+    """Return (2, 11) for the folder of torch 2.11.0."""
+    found = re.search(r"__version__ = '(\d+)\.(\d+)", (folder / "version.py").read_text())
+    if found is None:
+        sys.exit(f"AMPFUSE_TORCHES: {folder} is not the folder of a torch")
+    return int(found[1]), int(found[2])
+
+
+def required_torch() -> str:
+    """Return the requirement: a library for a minor release of torch does not load in another."""
+    if not TORCHES:
+        return f"torch=={torch_minor}.*"
+    releases = sorted(map(minor_release, TORCHES))
+    (major, first), (_, last) = releases[0], releases[-1]
+    return f"torch>={major}.{first},<{major}.{last + 1}"
+
+
 class TorchInVersion(egg_info):
-    """Puts torch's version into the wheel's name: ampfuse-0.2.0+torch2.11-….whl."""
+    """Puts torch's version into the name of a wheel for one: ampfuse-0.2.0+torch2.11-….whl."""
 
     def finalize_options(self) -> None:
-        if "sdist" not in self.distribution.commands:
+        if "sdist" not in self.distribution.commands and not TORCHES:
             self.tag_build = f"+torch{torch_minor}"
         super().finalize_options()
 
@@ -124,14 +154,21 @@ class CMakeBuild(build_ext):
         # The flags of these builds differ: in one folder, each would recompile everything.
         default_build = ROOT / "build" if in_place else ROOT / "build" / "wheel"
         build = Path(os.environ.get("AMPFUSE_BUILD_DIR", default_build))
+        if not TORCHES:
+            self.build_for(installed_torch(), build, prefix, in_place)
+        for folder in TORCHES:
+            major, minor = minor_release(folder)
+            of_torch = [f"-DAMPFUSE_TORCH_ROOT={folder}"]
+            self.build_for(of_torch, build / f"torch{major}.{minor}", prefix, in_place)
+
+    def build_for(self, of_torch: list[str], build: Path, prefix: Path, in_place: bool) -> None:
+        """Build in a folder, and install into the package `prefix`."""
         configure = [
             *("cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
             f"--log-level={'STATUS' if self.verbose else 'NOTICE'}",
             f"-DCMAKE_INSTALL_PREFIX={prefix}",
             f"-DCMAKE_BUILD_TYPE={os.environ.get('CMAKE_BUILD_TYPE', 'Release')}",
-            f"-DAMPFUSE_TORCH_ROOT={Path(torch.__file__).parent}",
-            f"-DAMPFUSE_TORCH_ARCHS={torch_archs()}",
-            f"-DAMPFUSE_GPUS={gpus()}",
+            *of_torch,
             f"-DAMPFUSE_NVIDIA_PACKAGES={nvidia_packages()}",
             f"-DAMPFUSE_WITH_CUDA={os.environ.get('AMPFUSE_WITH_CUDA', 'AUTO')}",
             f"-DAMPFUSE_FETCH_NVCC={os.environ.get('AMPFUSE_FETCH_NVCC', 'OFF')}",
@@ -148,10 +185,9 @@ class CMakeBuild(build_ext):
                 sys.exit(f"{command[0]} failed: see above")
 
 
-torch_minor = ".".join(torch.__version__.split(".")[:2])
+torch_minor = "" if TORCHES else ".".join(torch.__version__.split(".")[:2])
 setup(
-    # A library built for one minor release of torch does not load into another.
-    install_requires=[f"torch=={torch_minor}.*"],
+    install_requires=[required_torch()],
     # The one "extension" stands for everything CMake installs; setuptools never compiles it.
     ext_modules=[Extension("ampfuse._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "build_py": FreshBuild, "egg_info": TorchInVersion},

@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    library = Path(ampfuse.__file__).parent / "lib" / "libampfuse.so"
+    library = next(Path(ampfuse._C.__file__).parent.glob("libampfuse.so.*"))
     parser.add_argument("--library", type=Path, default=library, help="the installed one")
     parser.add_argument("--before", type=Path, help="a library to compare with")
     parser.add_argument("--match", default=".", help="regular expression for kernels' names")

@@ -1,5 +1,4 @@
-# Builds the pybind11 module ampfuse._C, and writes build_info.json, which ampfuse/_library.py reads
-# before it loads any library.
+# Builds the pybind11 module ampfuse._C, which lies beside the library.
 
 find_package(Python REQUIRED COMPONENTS Interpreter OPTIONAL_COMPONENTS Development.Module)
 if(NOT Python_Development.Module_FOUND)
@@ -15,13 +14,11 @@ find_library(AMPFUSE_TORCH_PYTHON torch_python NO_CACHE REQUIRED NO_DEFAULT_PATH
              PATHS ${AMPFUSE_TORCH_ROOT}/lib)
 Python_add_library(_C MODULE WITH_SOABI csrc/python/bindings.cpp csrc/python/list_queries.cpp
   csrc/python/operator_call.cpp)
-target_link_libraries(_C PRIVATE ampfuse pybind11::headers ${AMPFUSE_TORCH_PYTHON})
-set_target_properties(_C PROPERTIES CXX_VISIBILITY_PRESET hidden INSTALL_RPATH "$ORIGIN/lib")
+# It links none of torch's CUDA libraries, so that it also loads with a CPU build of torch.
+add_dependencies(_C ampfuse)
+target_link_libraries(
+  _C PRIVATE $<COMPILE_ONLY:ampfuse> $<TARGET_LINKER_FILE:ampfuse> pybind11::headers
+             ampfuse::lib_torch_cpu ampfuse::lib_c10 ${AMPFUSE_TORCH_PYTHON})
+set_target_properties(_C PROPERTIES CXX_VISIBILITY_PRESET hidden INSTALL_RPATH "$ORIGIN")
 ampfuse_own_sources(_C)
-install(TARGETS _C LIBRARY DESTINATION .)
-
-# Python compares this version with torch's before it loads the library: with another torch, loading
-# fails with an undefined symbol.
-file(CONFIGURE OUTPUT build_info.json CONTENT [[{"torch_version": "@AMPFUSE_TORCH_VERSION@"}
-]] @ONLY)
-install(FILES ${PROJECT_BINARY_DIR}/build_info.json DESTINATION .)
+install(TARGETS _C LIBRARY DESTINATION ${AMPFUSE_LIBRARY_DIR})

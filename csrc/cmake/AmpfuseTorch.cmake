@@ -7,9 +7,9 @@
 #
 # torch is searched for in AMPFUSE_TORCH_ROOT, CMAKE_PREFIX_PATH and Torch_DIR (as for
 # find_package(Torch)), beside an ampfuse installed in Python's packages, in AMPFUSE_TORCH_HINT, and
-# last by importing it in Python. Sets AMPFUSE_TORCH_ROOT, AMPFUSE_TORCH_VERSION, AMPFUSE_TORCH_CUDA
-# (empty for a CPU build of torch) and AMPFUSE_TORCH_INCLUDE_DIRS. If torch is not found, sets
-# AMPFUSE_TORCH_PROBLEM instead.
+# last by importing it in Python. Sets AMPFUSE_TORCH_ROOT, AMPFUSE_TORCH_VERSION, AMPFUSE_TORCH_MINOR
+# (2.11 of 2.11.0), AMPFUSE_TORCH_CUDA (empty for a CPU build of torch) and
+# AMPFUSE_TORCH_INCLUDE_DIRS. If torch is not found, sets AMPFUSE_TORCH_PROBLEM instead.
 
 set(AMPFUSE_TORCH_PROBLEM "")
 
@@ -56,6 +56,8 @@ else()
     set(AMPFUSE_TORCH_CUDA "")
   endif()
 endif()
+
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" AMPFUSE_TORCH_MINOR "${AMPFUSE_TORCH_VERSION}")
 
 set(AMPFUSE_TORCH_INCLUDE_DIRS "${AMPFUSE_TORCH_ROOT}/include"
                                "${AMPFUSE_TORCH_ROOT}/include/torch/csrc/api/include")

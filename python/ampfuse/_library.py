@@ -1,9 +1,9 @@
-"""Loads libampfuse, and raises for a torch that it was not built for."""
+"""Finds the library for the installed torch, and raises if the package has none."""
 
 import contextlib
 import ctypes
-import json
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -22,35 +22,40 @@ def _minor(version: str) -> str:
 
 
 def load() -> None:
-    """Load the library, which registers the operators with torch's dispatcher."""
-    try:
-        built_for = json.loads((PACKAGE / "build_info.json").read_text())["torch_version"]
-    except FileNotFoundError:
-        raise ImportError(
-            f"ampfuse is not built in {PACKAGE}: run `make build` in its checkout, "
-            "or `pip install --no-build-isolation .`"
-        ) from None
+    """Make the package find `_C`, which loads the library and so registers the operators."""
+    folder = PACKAGE / "lib" / f"torch{_minor(torch.__version__)}"
     # Check this before loading: with another torch, loading fails with an undefined symbol, and
     # that error does not name the remedy.
-    if _minor(built_for) != _minor(torch.__version__):
-        raise ImportError(
-            f"this ampfuse was built for torch {built_for}, but torch {torch.__version__} is "
-            "installed: rebuild it, in its checkout, with `pip install --no-build-isolation "
-            "--force-reinstall --no-deps .`, or install the torch it was built for"
-        )
-    library = PACKAGE / "lib" / "libampfuse.so"
-    other = _other_build(library)
+    if not folder.is_dir():
+        raise ImportError(_missing(folder.parent))
+    other = _other_build(folder)
     if other is not None:
         raise ImportError(
-            f"another build of ampfuse is loaded in this process, {other}, so {library} cannot be "
-            "loaded: rebuild the extension that has loaded the other build against this one, or "
-            "use them in different processes"
+            f"another build of ampfuse is loaded in this process, {other}, so that in {folder} "
+            "cannot be loaded: rebuild the extension that has loaded the other build against this "
+            "one, or use them in different processes"
         )
-    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    sys.modules["ampfuse"].__path__.append(str(folder))
 
 
-def _other_build(library: Path) -> str | None:
-    """Return the path of another libampfuse that has registered the operators, or None.
+def _missing(folder: Path) -> str:
+    """Return why there is no library for the installed torch, and what to do."""
+    found = [one.name.removeprefix("torch") for one in folder.glob("torch*")]
+    if not found:
+        return (
+            f"ampfuse is not built in {PACKAGE}: run `make build` in its checkout, "
+            "or `pip install --no-build-isolation .`"
+        )
+    built = ", ".join(sorted(found, key=lambda minor: [*map(int, minor.split("."))]))
+    return (
+        f"this ampfuse was built for torch {built}, but torch {torch.__version__} is installed: "
+        "install a torch that it was built for, or rebuild it, in its checkout, with `pip install "
+        "--no-build-isolation --force-reinstall --no-deps .`"
+    )
+
+
+def _other_build(folder: Path) -> str | None:
+    """Return the path of a libampfuse outside of the folder that has registered the operators.
 
     A C++ extension may have loaded it. This library would then register nothing.
     """
@@ -62,7 +67,7 @@ def _other_build(library: Path) -> str | None:
     others = [
         path
         for path in loaded
-        if "libampfuse" in path and Path(path).resolve() != library.resolve()
+        if "libampfuse" in path and Path(path).resolve().parent != folder.resolve()
     ]
     return others[0] if others else None
 

@@ -180,12 +180,9 @@ FAULTS = [
     Fault(
         "find_package(ampfuse) accepts a torch of another minor release than it was built for.",
         "csrc/cmake/ampfuseConfig.cmake.in",
-        r"""string(REGEX MATCH "^[0-9]+\\.[0-9]+" _ampfuse_built "${AMPFUSE_BUILT_FOR_TORCH}")
-string(REGEX MATCH "^[0-9]+\\.[0-9]+" _ampfuse_found "${AMPFUSE_TORCH_VERSION}")
-""",
-        r"""string(REGEX MATCH "^[0-9]+" _ampfuse_built "${AMPFUSE_BUILT_FOR_TORCH}")
-string(REGEX MATCH "^[0-9]+" _ampfuse_found "${AMPFUSE_TORCH_VERSION}")
-""",
+        'set(_ampfuse_folder "${CMAKE_CURRENT_LIST_DIR}/torch${AMPFUSE_TORCH_MINOR}")',
+        'file(GLOB _ampfuse_folder "${CMAKE_CURRENT_LIST_DIR}/torch2*")\n'
+        "list(GET _ampfuse_folder 0 _ampfuse_folder)",
         "tests/python/install/test_packaging.py",
     ),
     # --- benchmarks ---

@@ -24,6 +24,8 @@ KINDS = {
     "linear loss": {"model": partial(Transformer, linear_loss=True)},
     "checkpointed": {"model": partial(Transformer, checkpointing=True, blocks=1)},
 }
+if torch.__version__.startswith(("2.12.", "2.13.")):  # they refuse checkpoints in such a graph
+    del KINDS["checkpointed"]
 OPERATORS = ["cross_entropy", "fused_adam", "multi_tensor_unscale_norm", "update_scale"]
 CALLS = {
     "clipped by the optimizer": [*OPERATORS, "multi_tensor_norm"],

@@ -6,15 +6,13 @@ and do not spill registers.
 
 import re
 import subprocess
-from pathlib import Path
 
 import ampfuse
 import kernel_table
 import pytest
 from machine_code import INSTRUCTION, MachineCode, held_row, loads_in_flight, shortest_turns
-from packaging_tools import ROOT, find_tool
+from packaging_tools import LIBRARY, ROOT, find_tool
 
-LIBRARY = Path(ampfuse.__file__).parent / "lib" / "libampfuse.so"
 CUOBJDUMP = find_tool("cuobjdump")
 
 pytestmark = [

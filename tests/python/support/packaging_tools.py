@@ -21,6 +21,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 ROOT = Path(__file__).parents[3]
 SITE = Path(torch.__file__).parents[1]
 PACKAGE = Path(ampfuse.__file__).parent
+LIBRARY = next(Path(ampfuse._C.__file__).parent.glob("libampfuse.so.*"))
 BUILD = ROOT / os.environ.get("AMPFUSE_BUILD", "build")
 PROGRAMS = BUILD / "programs"
 # The end of a program with ranks. Threads of gloo take Python's lock to release the tensors of the

