@@ -234,7 +234,7 @@ def load_state(value: Any, part: dict[str, Any], read: Callable[..., Any]) -> No
         return
     state = read(part["state"])
     if has_torchs_state(value, state) and not isinstance(value, Adam | SGD):
-        state = {**state, "state": {key: decoded(one) for key, one in state["state"].items()}}
+        state = {**state, "state": {key: without_codes(one) for key, one in state["state"].items()}}
     value.load_state_dict(state)
     if isinstance(value, GradScaler) and value.is_enabled():
         value._history.put_records(
@@ -242,7 +242,7 @@ def load_state(value: Any, part: dict[str, Any], read: Callable[..., Any]) -> No
         )
 
 
-def decoded(state: dict[str, Any]) -> dict[str, Any]:
+def without_codes(state: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter's state with numbers in place of 8-bit moments, which only ours knows."""
     result = dict(state)
     for name in [name.removesuffix("_units") for name in state if name.endswith("_units")]:
