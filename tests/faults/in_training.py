@@ -152,7 +152,7 @@ FAULTS = [
     ),
     Fault(
         "Momentum that was loaded from torch's SGD is thrown away by the next step.",
-        "python/ampfuse/optim/_loading.py",
+        "python/ampfuse/optim/_adopting.py",
         """entries["step"] = 1.0""",
         """entries["step"] = 0.0""",
         "tests/python/optim",

@@ -20,13 +20,8 @@ from ampfuse import _C
 from ampfuse._graphs import traced_as
 from ampfuse.gradients.devices import move_to
 from ampfuse.gradients.lists import GradientList, resolve_conjugate_grad
-from ampfuse.gradients.shards import (
-    elements_before,
-    is_dtensor,
-    local,
-    place_gradient,
-    sharding_of,
-)
+from ampfuse.gradients.shards import is_dtensor, local, place_gradient, sharding_of
+from ampfuse.optim._first_indices import first_indices
 from ampfuse.optim._rule import Rule
 from ampfuse.optim._state import Spares, ensure_in
 from ampfuse.optim.options import check_params, option
@@ -117,7 +112,7 @@ class GroupColumns:
         self._moments = self._state_options.moments
         self._units = self._state_options.unit_entries
         self._absent: list[list[Tensor]] = [[] for _ in rule.moments[len(self._moments) :]]
-        self._first_indices = first_indices if self._state_options.draws_randoms else []
+        self._first_indices = first_indices
         grads, self._kinds = self._grads_and_kinds()
         for index, param in enumerate(self._params):
             if grads[index] is None:
@@ -237,7 +232,9 @@ class ColumnCache:
                 check_params(self._rule, group, index, self._own_options)
             self._groups = [
                 GroupColumns(self._rule, group, state, spares, self._own_options, first)
-                for group, first in zip(groups, first_indices(groups), strict=True)
+                for group, first in zip(
+                    groups, first_indices(self._rule, groups, self._own_options), strict=True
+                )
             ]
             self._states = list(state.values())
             columns = self._read_known(groups, state)
@@ -277,22 +274,6 @@ class ColumnCache:
             for param in [param for param in state if param not in self._before_step]:
                 del state[param]
         self._before_step = None
-
-
-def first_indices(groups: list[dict[str, Any]]) -> list[list[int]]:
-    """Return the index of each parameter's first element among all elements of the optimizer.
-
-    Each parameter begins at a multiple of 8, since random numbers are drawn for 8 elements at a
-    time (math/stochastic_rounding.h).
-    """
-    indices, begin = [], 0
-    for group in groups:
-        of_group = []
-        for param in group["params"]:
-            of_group.append(begin + elements_before(param))
-            begin += (param.numel() + 7) // 8 * 8
-        indices.append(of_group)
-    return indices
 
 
 def values_of(groups: list[dict[str, Any]], limit: float | None) -> list[Any]:

@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from ampfuse.optim import _state
+from ampfuse.optim._adopting import is_empty_dict
 from ampfuse.optim._callers import DCP, is_called_from
 from ampfuse.optim._checks import kind_of
 from ampfuse.optim._inner import refuse_options_of_others
-from ampfuse.optim._loading import is_empty_dict, owners
+from ampfuse.optim._loading import owners
 from ampfuse.optim.options import TORCHS_OWN, drop_torchs_options, has_torchs
 
 MARK = "has_current_masters"

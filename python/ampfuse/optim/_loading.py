@@ -1,10 +1,9 @@
-"""Saves state dicts of our optimizers, and loads these or torch's.
+"""Loads state dicts of our optimizers or torch's.
 
 Loading is all or nothing: everything is checked, then all new state is created, and only then is
 any old state replaced.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,35 +14,12 @@ from ampfuse._texts import listed
 from ampfuse._warning import warn_caller
 from ampfuse.gradients.shards import is_dtensor, shard_like
 from ampfuse.optim import _coded, _state
+from ampfuse.optim._adopting import adopt
 from ampfuse.optim._callers import DCP, is_called_from
-from ampfuse.optim._checks import (
-    check_fits,
-    check_number,
-    check_saved,
-    check_tensor,
-    decoded_names,
-    kind_of,
-)
+from ampfuse.optim._checks import check_fits, check_number, check_saved, check_tensor
 from ampfuse.optim._columns import is_plain
-from ampfuse.optim._remainders import exported
 from ampfuse.optim._rule import Rule, StateOptions
-from ampfuse.optim.options import (
-    TORCHS_OWN,
-    check_options,
-    drop_torchs_options,
-    has_torchs,
-    option,
-)
-
-
-def saved_state_dict(optimizer: Any, decoded: bool) -> dict[str, Any]:
-    """Return torch's state dict after `export`, and after the program's hooks, which run last."""
-    hook = partial(export, decoded=decoded)
-    handle = optimizer.register_state_dict_post_hook(hook, prepend=True)
-    try:
-        return Optimizer.state_dict(optimizer)
-    finally:
-        handle.remove()
+from ampfuse.optim.options import check_options, option
 
 
 def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -63,27 +39,6 @@ def load_into(optimizer: Any, state_dict: dict[str, Any]) -> None:
     finally:
         handle.remove()
         optimizer._loading = None
-
-
-def export(optimizer: Any, saved: dict[str, Any], *, decoded: bool) -> None:
-    """Convert entries that are saved in another form than they are kept. This is a hook."""
-    is_dcp = is_called_from(DCP)
-    if optimizer._has_own_options:  # programs may add torch's options at any time
-        torchs = TORCHS_OWN if is_dcp else {}
-        groups = saved["param_groups"]
-        saved["param_groups"] = [{**drop_torchs_options(group), **torchs} for group in groups]
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        if isinstance(saved_group["lr"], Tensor):  # loading and schedulers write it in place
-            saved_group["lr"] = saved_group["lr"].clone()
-        for param, key in zip(group["params"], saved_group["params"], strict=True):
-            if key in saved["state"]:
-                state = _state.include_writes_in_state(param, saved["state"][key])
-                state = _coded.exported(exported(param, state), optimizer._rule.moments)
-                if is_dcp or decoded or is_dtensor(param):
-                    state = _coded.decoded(state, optimizer._rule.moments)
-                # DCP needs the same entries in what it saves and in what it loads.
-                state = state if is_dcp else _state.drop_unset_moments(state, optimizer._rule)
-                saved["state"][key] = state
 
 
 Owner = tuple[Tensor, dict[str, Any], int]  # a parameter, its group and its index there
@@ -306,52 +261,6 @@ def keep_options(rule: Rule, loaded: list[dict[str, Any]], groups: list[dict[str
             check_options(rule, new)
         except (ValueError, TypeError) as error:
             raise type(error)(f"loaded state dict: group {index}: {error}") from None
-
-
-def adopt(rule: Rule, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict, perhaps torch's, without torch's options, and with our state only."""
-    is_dcp = is_called_from(DCP)
-    if not isinstance(saved.get("state"), dict):
-        found = kind_of(saved.get("state"))
-        raise TypeError(f"loaded state dict: state: expected a dict, got {found}")
-    groups, state = [], dict(saved["state"])
-    for group in saved["param_groups"]:
-        is_torchs = has_torchs(group) and not is_dcp
-        for param in group["params"]:
-            if isinstance(state.get(param), dict):
-                state[param] = adopt_entries(rule, state[param], is_torchs)
-        groups.append(drop_torchs_options(group))
-    return {**saved, "state": state, "param_groups": groups}
-
-
-def adopt_entries(rule: Rule, saved: dict[str, Any], is_torchs: bool) -> dict[str, Any]:
-    """Return a parameter's state without what torch's class cannot have written.
-
-    That class keeps what it has loaded of ours, masters, averages, counters and codes, but does not
-    step it. A distributed checkpoint has masters only if ours saved it, since torch's class asks it
-    for none. It has an empty dict for an entry that flattened state lacks.
-    """
-    entries = {name: value for name, value in saved.items() if not is_empty_dict(value)}
-    if is_torchs:
-        codes = [name for moment in rule.moments for name in _coded.saved_names(moment)]
-        for name in ("master_param", "ema_param", *codes):
-            entries.pop(name, None)
-    if not rule.first_step_sets_moments:
-        return entries
-    for name in rule.moments:
-        if entries.get(name) is None:  # torch's state without momentum
-            entries.pop(name, None)
-        elif isinstance(entries[name], Tensor) and entries[name].is_sparse:
-            entries[name] = entries[name].to_dense()  # torch's function steps sparse ones, too
-    if is_torchs:
-        entries.pop("step", None)
-    if "step" not in entries and decoded_names(rule, entries) & {*rule.moments}:
-        entries["step"] = 1.0  # at least one step has set the moments
-    return entries
-
-
-def is_empty_dict(value: Any) -> bool:
-    return isinstance(value, dict) and not value
 
 
 def checked_masters(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[Tensor, Tensor]:

@@ -16,12 +16,12 @@ from ampfuse.optim import stepping
 from ampfuse.optim._clips import grad_norm_tensor
 from ampfuse.optim._columns import (
     Columns,
-    first_indices,
     is_plain,
     localized,
     op_options,
     refuse_sparse,
 )
+from ampfuse.optim._first_indices import first_indices
 from ampfuse.optim._state import ensure_in, master_dtype
 from ampfuse.optim.options import check_limit, limits_of
 
@@ -64,7 +64,7 @@ class Traced:
     def make_state(self, with_gradient: list[list[int]]) -> list[list[int]]:
         """Create the state of these parameters of each group, and the tensor for the norm.
 
-        Returns the index of each parameter's first element, for random numbers.
+        Returns the index of each parameter's first element, if steps round at random.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -81,7 +81,7 @@ class Traced:
             for param in of_group:
                 state = ensure_in(optimizer.state, param, of_state, optimizer._spare_masters)
                 make_static(state.values())
-        return first_indices(self.param_groups)
+        return first_indices(optimizer._rule, self.param_groups, optimizer._own_options)
 
 
 def traced_columns(
@@ -119,7 +119,7 @@ def _group_columns(
         kind = (param.device, has_master)
         if kind not in members:
             members[kind] = []
-        members[kind].append((param, state, first[index]))
+        members[kind].append((param, state, index))
     found = []
     for (device, has_master), those in members.items():
         states = [state for _, state, _ in those]
@@ -139,8 +139,8 @@ def _group_columns(
             columns.masters = [state["master_param"] for state in states]
         if of_state.has_ema:
             columns.averages = [state["ema_param"] for state in states]
-        if of_state.draws_randoms:
-            columns.first_indices = [index for _, _, index in those]
+        if first:
+            columns.first_indices = [first[index] for _, _, index in those]
         found.append(columns)
     if all(map(is_plain, (group["params"][index] for index in indices))):
         return found

@@ -18,7 +18,7 @@ from ampfuse._copies import copied_with_group
 from ampfuse._graphs import groups_of, traced_as
 from ampfuse.gradients.shards import local, refuse_common_ranks
 from ampfuse.gradients.signals import Slot
-from ampfuse.optim import _loading, options, stepping
+from ampfuse.optim import _loading, _saving, options, stepping
 from ampfuse.optim._averaged import averages_as_params, refuse_averaged
 from ampfuse.optim._callers import DCP, ZERO, is_called_from
 from ampfuse.optim._columns import ColumnCache, refuse_sparse
@@ -389,7 +389,7 @@ class FusedOptimizer(Optimizer):
             remainders, decoded moments and learning rates.
         """
         refuse_averaged(self, "state_dict")
-        return _loading.saved_state_dict(self, decoded)
+        return _saving.saved_state_dict(self, decoded)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or torch's.
