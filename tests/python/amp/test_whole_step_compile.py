@@ -26,6 +26,8 @@ KINDS = {
 }
 if torch.__version__.startswith(("2.12.", "2.13.")):  # they refuse checkpoints in such a graph
     del KINDS["checkpointed"]
+# torch 2.13 and 2.14 fail if the program of such a graph is divided into several (docs/compile.md).
+MAY_BREAK = not torch.__version__.startswith(("2.13.", "2.14."))
 OPERATORS = ["cross_entropy", "fused_adam", "multi_tensor_unscale_norm", "update_scale"]
 CALLS = {
     "clipped by the optimizer": [*OPERATORS, "multi_tensor_norm"],
@@ -177,7 +179,9 @@ def test_norm_is_computed_after_the_program_changes_gradients(device, writes):
         twins.assert_same_norms()
 
 
-@pytest.mark.parametrize(("traced", "hooked"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("traced", "hooked"), [(False, False), (False, True), *([(True, True)] * MAY_BREAK)]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_training_is_unchanged_if_backward_or_hooks_break_the_graph(device, traced, hooked):
     calls = []
@@ -235,7 +239,7 @@ class StepsEagerly(ampfuse.AdamW):
 @pytest.mark.parametrize(
     ("make", "traces_backward"),
     [
-        (partial(StepsEagerly, max_grad_norm=1.0), True),
+        (partial(StepsEagerly, max_grad_norm=1.0), MAY_BREAK),
         # If it traces the backward pass, too, torch 2.15 fails: SpeculationLogDivergence.
         (partial(torch.optim.AdamW, fused=True), False),
     ],
