@@ -194,7 +194,7 @@ fi
 if wanted ctest; then
   if [[ -d $kit/this ]]; then
     torch_lib=$(python3 -c 'import torch; print(torch.__path__[0] + "/lib")')
-    stage ctest 90 env LD_LIBRARY_PATH="$library/ampfuse/lib:$torch_lib" \
+    stage ctest 90 env LD_LIBRARY_PATH="$(echo "$library"/ampfuse/lib/torch*):$torch_lib" \
       "$kit/build/tests/cpp/test_cpp"
   else
     stage ctest 90 ctest --test-dir build --output-on-failure --no-tests=error \

@@ -1,7 +1,7 @@
 """Prints what the machine code of each CUDA kernel needs; no GPU is needed.
 
     python benchmarks/kernel_table.py [--match 'cross_entropy_forward.*BFloat16'] [--arch sm_90]
-    python benchmarks/kernel_table.py --before other/libampfuse.so    # "before → after"
+    python benchmarks/kernel_table.py --before other/libampfuse_cuda.so  # "before → after"
 
 - registers  per thread
 - threads    resident on a multiprocessor, as registers allow
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    library = next(Path(ampfuse._C.__file__).parent.glob("libampfuse.so.*"))
+    library = next(Path(ampfuse.__file__).parent.glob("lib/libampfuse_cuda.so.*"), None)
     parser.add_argument("--library", type=Path, default=library, help="the installed one")
     parser.add_argument("--before", type=Path, help="a library to compare with")
     parser.add_argument("--match", default=".", help="regular expression for kernels' names")

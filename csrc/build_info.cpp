@@ -3,22 +3,38 @@
 #include <ampfuse/version.h>
 
 #include "cpu/capability.h"
+#if AMPFUSE_HAS_CUDA
+#include "cuda/caller.h"
+#endif
 
 namespace ampfuse {
+
+namespace {
+
+#if !AMPFUSE_HAS_CUDA
+const char* kernels_cuda_version() {
+  return "";
+}
+const char* kernels_architectures() {
+  return "";
+}
+#endif
+
+}  // namespace
 
 BuildInfo build_info() {
   const char* const capabilities[] = {"DEFAULT", "AVX2", "AVX512"};
   return {AMPFUSE_VERSION,
           AMPFUSE_TORCH_VERSION,
-          AMPFUSE_CUDA_VERSION,
-          AMPFUSE_CUDA_ARCHS,
+          kernels_cuda_version(),
+          kernels_architectures(),
           AMPFUSE_COMPILER,
           AMPFUSE_BUILD_TYPE,
           capabilities[static_cast<int>(capability())]};
 }
 
 bool has_cuda() {
-  return *AMPFUSE_CUDA_VERSION != '\0';
+  return AMPFUSE_HAS_CUDA;
 }
 
 }  // namespace ampfuse

@@ -5,15 +5,26 @@
 # no kernels if all of these are empty or torch is a CPU build. If kernels are wanted but cannot be
 # built, configuration stops and prints the remedies.
 #
-# nvcc is searched for in CMAKE_CUDA_COMPILER, CUDACXX, CUDA_HOME, PATH, /usr/local/cuda, and in the
-# CUDA packages of pip: those beside torch and those in AMPFUSE_NVIDIA_PACKAGES.
+# nvcc is that of CMAKE_CUDA_COMPILER, or is searched for in CUDACXX, CUDA_HOME, PATH,
+# /usr/local/cuda, and in the CUDA packages of pip: those beside torch and those in
+# AMPFUSE_NVIDIA_PACKAGES. It has torch's CUDA version, else the same major version, else one from
+# 12.6 on that is older than torch's.
 
 set(AMPFUSE_NVIDIA_PACKAGES "" CACHE STRING "Folders named nvidia that contain CUDA packages of pip")
 set(AMPFUSE_GPUS "" CACHE STRING "Compute capabilities of the GPUs that torch sees (9.0;8.6)")
 set(AMPFUSE_TORCH_ARCHS "" CACHE STRING "What torch was built for, as torch._C._cuda_getArchFlags()")
-option(AMPFUSE_FETCH_NVCC "Install nvcc from Python packages if none has torch's CUDA major" OFF)
+option(AMPFUSE_FETCH_NVCC "Install nvcc from Python packages if none of torch's CUDA major is here" OFF)
+set(AMPFUSE_CUDA_LIBRARY "" CACHE FILEPATH "A libampfuse_cuda of the same sources: no kernels are compiled")
 set(AMPFUSE_CUDA OFF)
 set(AMPFUSE_CUDA_VERSION "")
+if(AMPFUSE_CUDA_LIBRARY AND NOT AMPFUSE_WITH_CUDA STREQUAL "OFF")
+  if(NOT EXISTS "${AMPFUSE_CUDA_LIBRARY}")
+    message(FATAL_ERROR "AMPFUSE_CUDA_LIBRARY: there is no ${AMPFUSE_CUDA_LIBRARY}")
+  endif()
+  set(AMPFUSE_CUDA ON)
+  message(NOTICE "ampfuse: CUDA kernels of ${AMPFUSE_CUDA_LIBRARY}")
+  return()
+endif()
 
 # Sets _ampfuse_version to the CUDA version of a compiler; empty if it reports none.
 macro(_ampfuse_ask_version compiler)
@@ -22,11 +33,10 @@ macro(_ampfuse_ask_version compiler)
   set(_ampfuse_version "${CMAKE_MATCH_1}")
 endmacro()
 
-# Sets AMPFUSE_NVCC and AMPFUSE_CUDA_VERSION to the first nvcc of torch's CUDA version, else to the
-# first one of the same major version (minor releases are compatible). _ampfuse_seen lists every
-# nvcc that was examined.
+# Sets AMPFUSE_NVCC and AMPFUSE_CUDA_VERSION to the first nvcc whose version matches one of the
+# expressions, which are tried in turn; "older" is CUDA 12.6 or newer, but older than torch's.
+# _ampfuse_seen lists every nvcc that was examined.
 macro(_ampfuse_find_nvcc)
-  get_filename_component(_ampfuse_chosen "${CMAKE_CUDA_COMPILER}" DIRECTORY)
   get_filename_component(_ampfuse_cudacxx "$ENV{CUDACXX}" DIRECTORY)
   unset(_ampfuse_on_path)
   find_program(_ampfuse_on_path nvcc NO_CACHE)
@@ -35,8 +45,8 @@ macro(_ampfuse_find_nvcc)
   list(TRANSFORM _ampfuse_packages APPEND "/cu${AMPFUSE_CUDA_MAJOR}/bin"
        OUTPUT_VARIABLE _ampfuse_package_folders)
   set(_ampfuse_seen "")
-  foreach(_ampfuse_wanted "^${AMPFUSE_TORCH_CUDA}$" "^${AMPFUSE_CUDA_MAJOR}\\.")
-    foreach(_ampfuse_folder IN ITEMS "${_ampfuse_chosen}" "${_ampfuse_cudacxx}" "$ENV{CUDA_HOME}/bin"
+  foreach(_ampfuse_wanted ${ARGN})
+    foreach(_ampfuse_folder IN ITEMS "${_ampfuse_cudacxx}" "$ENV{CUDA_HOME}/bin"
                                      "${_ampfuse_on_path}" /usr/local/cuda/bin
                                      ${_ampfuse_package_folders})
       unset(_ampfuse_nvcc)
@@ -46,7 +56,9 @@ macro(_ampfuse_find_nvcc)
       endif()
       _ampfuse_ask_version("${_ampfuse_nvcc}")
       list(APPEND _ampfuse_seen "${_ampfuse_nvcc} has CUDA ${_ampfuse_version}")
-      if(_ampfuse_version MATCHES "${_ampfuse_wanted}")
+      if(_ampfuse_version MATCHES "${_ampfuse_wanted}"
+         OR (_ampfuse_wanted STREQUAL "older" AND _ampfuse_version VERSION_GREATER_EQUAL 12.6
+             AND _ampfuse_version VERSION_LESS AMPFUSE_TORCH_CUDA))
         set(AMPFUSE_NVCC "${_ampfuse_nvcc}")
         set(AMPFUSE_CUDA_VERSION "${_ampfuse_version}")
       endif()
@@ -95,8 +107,23 @@ if(NOT _ampfuse_refusal AND NOT AMPFUSE_TORCH_CUDA)
   set(_ampfuse_refusal "torch ${AMPFUSE_TORCH_VERSION} is a CPU build")
 elseif(NOT _ampfuse_refusal)
   string(REGEX MATCH "^[0-9]+" AMPFUSE_CUDA_MAJOR "${AMPFUSE_TORCH_CUDA}")
-  _ampfuse_find_nvcc()
   set(_ampfuse_unfetched "")
+  set(_ampfuse_wanted_versions "^${AMPFUSE_TORCH_CUDA}$" "^${AMPFUSE_CUDA_MAJOR}\\.")
+  # The compiler of the option, or of an earlier configuration: CMake does not change it any more.
+  _ampfuse_ask_version("${CMAKE_CUDA_COMPILER}")
+  if(CMAKE_CUDA_COMPILER AND _ampfuse_version)
+    set(_ampfuse_seen "${CMAKE_CUDA_COMPILER} has CUDA ${_ampfuse_version}")
+    set(AMPFUSE_NVCC "${CMAKE_CUDA_COMPILER}")
+    set(AMPFUSE_CUDA_VERSION "${_ampfuse_version}")
+    string(REGEX MATCH "^[0-9]+" _ampfuse_major "${_ampfuse_version}")
+    if(_ampfuse_major GREATER AMPFUSE_CUDA_MAJOR)
+      message(FATAL_ERROR
+        "CMAKE_CUDA_COMPILER: expected CUDA ${AMPFUSE_CUDA_MAJOR}, as torch's, or older, got "
+        "${CMAKE_CUDA_COMPILER} with CUDA ${_ampfuse_version}; remove the option, or the build folder")
+    endif()
+  else()
+    _ampfuse_find_nvcc(${_ampfuse_wanted_versions})
+  endif()
   if(NOT AMPFUSE_CUDA_VERSION AND AMPFUSE_FETCH_NVCC)
     find_package(Python REQUIRED COMPONENTS Interpreter)
     execute_process(COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/fetch_nvcc.py
@@ -105,7 +132,10 @@ elseif(NOT _ampfuse_refusal)
       set(_ampfuse_unfetched ", and none could be fetched (see above)")
     endif()
     list(APPEND AMPFUSE_NVIDIA_PACKAGES "${Python_SITELIB}/nvidia")  # torch may be elsewhere
-    _ampfuse_find_nvcc()
+    _ampfuse_find_nvcc(${_ampfuse_wanted_versions})
+  endif()
+  if(NOT AMPFUSE_CUDA_VERSION)  # a driver that runs torch also runs the kernels of an older CUDA
+    _ampfuse_find_nvcc(older)
   endif()
   if(NOT _ampfuse_seen)
     set(_ampfuse_refusal "no nvcc was found${_ampfuse_unfetched}")
@@ -122,17 +152,6 @@ if(NOT _ampfuse_refusal)
   include(AmpfuseCudaArchitectures)
 endif()
 if(NOT _ampfuse_refusal)
-  if(CMAKE_CUDA_COMPILER)
-    # CMake keeps the compiler of the option, or of an earlier configuration.
-    _ampfuse_ask_version("${CMAKE_CUDA_COMPILER}")
-    if(_ampfuse_version MATCHES "^${AMPFUSE_CUDA_MAJOR}\\.")
-      set(AMPFUSE_CUDA_VERSION "${_ampfuse_version}")
-    elseif(_ampfuse_version)
-      message(FATAL_ERROR
-        "CMAKE_CUDA_COMPILER: expected CUDA ${AMPFUSE_CUDA_MAJOR}, as torch's, got "
-        "${CMAKE_CUDA_COMPILER} with CUDA ${_ampfuse_version}; remove the option, or the build folder")
-    endif()
-  endif()
   set(CMAKE_CUDA_COMPILER "${AMPFUSE_NVCC}" CACHE FILEPATH "")
   cmake_path(SET _ampfuse_toolkit NORMALIZE "${AMPFUSE_NVCC}/../..")
   if(NOT EXISTS "${_ampfuse_toolkit}/lib64" AND EXISTS "${_ampfuse_toolkit}/lib")
@@ -146,21 +165,15 @@ if(NOT _ampfuse_refusal)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
   enable_language(CUDA)
 
-  # The runtime library is linked by its path, and is torch's own if torch brings one: pip's package
-  # has libcudart.so.13, but not the libcudart.so that -lcudart searches for.
+  # CMake would search for the static runtime in lib64 only.
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)
-  if(AMPFUSE_CUDA_MAJOR LESS 13)
-    set(AMPFUSE_CUDART_PACKAGE "cuda_runtime/lib")
-  else()
-    set(AMPFUSE_CUDART_PACKAGE "cu${AMPFUSE_CUDA_MAJOR}/lib")
-  endif()
-  list(TRANSFORM _ampfuse_packages APPEND "/${AMPFUSE_CUDART_PACKAGE}")
+  list(TRANSFORM _ampfuse_packages APPEND "/cu${AMPFUSE_CUDA_MAJOR}/lib")
   unset(AMPFUSE_CUDART)
-  find_library(AMPFUSE_CUDART NAMES libcudart.so.${AMPFUSE_CUDA_MAJOR} cudart NO_CACHE NO_DEFAULT_PATH
-               PATHS ${_ampfuse_packages} "${_ampfuse_toolkit}/lib64" "${_ampfuse_toolkit}/lib"
+  find_library(AMPFUSE_CUDART NAMES libcudart_static.a NO_CACHE NO_DEFAULT_PATH
+               PATHS "${_ampfuse_toolkit}/lib64" "${_ampfuse_toolkit}/lib" ${_ampfuse_packages}
                      ${CMAKE_CUDA_HOST_IMPLICIT_LINK_DIRECTORIES})
   if(NOT AMPFUSE_CUDART)
-    set(_ampfuse_refusal "libcudart.so.${AMPFUSE_CUDA_MAJOR} is neither beside torch nor in ${_ampfuse_toolkit}")
+    set(_ampfuse_refusal "libcudart_static.a is neither in ${_ampfuse_toolkit} nor beside torch")
   endif()
 endif()
 
@@ -169,7 +182,6 @@ if(NOT _ampfuse_refusal)
   message(NOTICE "ampfuse: CUDA ${AMPFUSE_CUDA_VERSION} kernels for ${CMAKE_CUDA_ARCHITECTURES} "
                  "(torch ${AMPFUSE_TORCH_VERSION}, CUDA ${AMPFUSE_TORCH_CUDA})")
 elseif(NOT _ampfuse_because)
-  set(AMPFUSE_CUDA_VERSION "")  # build_info() reports no CUDA
   message(NOTICE "ampfuse: no CUDA kernels: ${_ampfuse_refusal}")
 else()
   set(_ampfuse_remedies "")

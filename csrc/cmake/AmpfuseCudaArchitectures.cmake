@@ -39,9 +39,11 @@ elseif(NOT CMAKE_CUDA_ARCHITECTURES AND AMPFUSE_WITH_CUDA STREQUAL "AUTO")
                      "capability ${_ampfuse_arch} that is here")
     endif()
   endforeach()
-  if(NOT _ampfuse_wanted)  # no error, since torch does not support these GPUs either
+  if(NOT _ampfuse_wanted)
     set(_ampfuse_refusal "CUDA ${AMPFUSE_CUDA_VERSION} does not compile for any GPU that is here")
-    set(_ampfuse_because "")
+    if(NOT AMPFUSE_CUDA_VERSION VERSION_LESS AMPFUSE_TORCH_CUDA)
+      set(_ampfuse_because "")  # no error, since torch does not support these GPUs either
+    endif()
   endif()
   set(CMAKE_CUDA_ARCHITECTURES "${_ampfuse_wanted}")
 elseif(NOT CMAKE_CUDA_ARCHITECTURES)
@@ -53,6 +55,9 @@ elseif(NOT CMAKE_CUDA_ARCHITECTURES)
   foreach(_ampfuse_arch IN LISTS _ampfuse_archs)
     if(_ampfuse_arch IN_LIST _ampfuse_compilable AND _ampfuse_arch GREATER_EQUAL 70)
       list(APPEND _ampfuse_wanted "${_ampfuse_arch}-real")
+    elseif(_ampfuse_arch GREATER 90)
+      message(NOTICE "ampfuse: CUDA ${AMPFUSE_CUDA_VERSION} does not compile for sm_${_ampfuse_arch}: "
+                     "such GPUs compile the newest PTX when they load it")
     endif()
   endforeach()
   # The newest architecture also gets PTX, for GPUs that are newer still.

@@ -5,8 +5,8 @@ find_package(OpenMP REQUIRED COMPONENTS CXX)
 
 # Replaces a target's C++ and CUDA sources with batches: files that include up to ten sources of
 # one language each. Torch's headers take 6 of the 7 seconds that a small C++ file takes to compile,
-# 12 in a file that includes optimizers or autograd, and 16 of the 21 of a small CUDA file. The
-# sources of a batch share one anonymous namespace, so the names in it must differ. CMake's own
+# and 12 in a file that includes optimizers or autograd. nvcc reads the headers of a CUDA file once
+# per architecture. The sources of a batch share one anonymous namespace, so the names in it must differ. CMake's own
 # UNITY_BUILD includes by absolute path, which makes ccache miss the batches of another checkout.
 function(ampfuse_in_batches target)
   get_target_property(sources ${target} SOURCES)
@@ -29,17 +29,19 @@ function(ampfuse_in_batches target)
     if(count EQUAL 0)
       continue()
     endif()
-    math(EXPR batches "(${count} + 9) / 10")
-    math(EXPR size "(${count} + ${batches} - 1) / ${batches}")
-    foreach(number RANGE 1 ${batches})
-      math(EXPR start "(${number} - 1) * ${size}")
-      list(SUBLIST ${extension}_sources ${start} ${size} batch)
+    # All but the last have ten, so that more sources at the end of the list leave the others as they
+    # are in ccache: a build with CUDA has them.
+    math(EXPR last "(${count} - 1) / 10")
+    foreach(number RANGE 0 ${last})
+      math(EXPR start "${number} * 10")
+      list(SUBLIST ${extension}_sources ${start} 10 batch)
       set(includes "")
       foreach(source IN LISTS batch)
         file(REAL_PATH ${source} source)
         file(RELATIVE_PATH source ${folder} ${source})
         string(APPEND includes "#include \"${source}\"\n")
       endforeach()
+      math(EXPR number "${number} + 1")
       set(file ${folder}/${target}_${number}.${extension})
       file(CONFIGURE OUTPUT ${file} CONTENT "${includes}" @ONLY)
       list(APPEND all ${file})

@@ -66,7 +66,9 @@ void Chunks::visit_range(const std::function<void(const Chunk&)>& visit, int64_t
     for (; chunk < this->end(tensor) - this->begin(tensor); ++chunk) {
       if (effort_[tensor] + chunk * kStride >= end) return;
       const int64_t offset = chunk * math::kNormChunk;
-      visit({run.at(offset), std::min(math::kNormChunk, run.size - offset), run.dtype,
+      void* const data =
+          static_cast<char*>(run.data) + offset * static_cast<int64_t>(c10::elementSize(run.dtype));
+      visit({data, std::min(math::kNormChunk, run.size - offset), run.dtype,
              this->begin(tensor) + chunk, tensor, offset});
     }
   }

@@ -5,29 +5,14 @@
 
 #include "../math/cross_entropy.h"
 #include "cross_entropy_exponential.cuh"
+#include "cross_entropy_interface.h"
 
 namespace ampfuse {
-
-enum class IndexType { kLong, kInt, kByte };
 
 // A target index as it was loaded. It is converted when it is used, so that a thread does not wait
 // for the load earlier.
 struct RawIndex {
   uint64_t bits;
-};
-
-// The memory layout of a tensor's rows. For teams of several threads, each row is contiguous. For
-// a team of one thread, each position of a batch entry is a row, and positions are contiguous.
-struct RowsAt {
-  int64_t stride;        // from one row, or batch entry, to the next
-  int64_t positions;     // positions per batch entry
-  int64_t class_stride;  // from one class of a row to the next
-
-  template <typename Team>
-  __device__ int64_t offset(int64_t row) const {
-    if constexpr (Team::kSize == 1) return row / positions * stride + row % positions;
-    return row * stride;
-  }
 };
 
 // The arguments of a call. Indices of rows are int64_t, indices of classes int; the launcher
@@ -124,13 +109,6 @@ struct CrossEntropyTable {
     return {true, math::softcapped(x, static_cast<Number>(terms.softcap)),
             terms.uniform == 0 ? mass : mass + w * terms.uniform};
   }
-};
-
-// The report of a target out of range, in memory that the host may read at any time.
-struct BadTarget {
-  int64_t row;
-  int64_t target;
-  int is_set;
 };
 
 // The total weight of the targets that a block has read, and the first of these rows whose target

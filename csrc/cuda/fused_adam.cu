@@ -1,10 +1,9 @@
-#include "../ops/fused_adam.h"
-#include "fused_step_launch.h"
+#include "fused_step_launch.cuh"
 
 namespace ampfuse {
 
-void fused_adam_cuda(const FusedAdamArguments& arguments) {
-  fused_step_cuda(arguments);
+void launch_fused_step(CudaCaller& caller, const StepCall<math::AdamRule>& call) {
+  launch_step(caller, call);
 }
 
 }  // namespace ampfuse

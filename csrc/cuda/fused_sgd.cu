@@ -1,10 +1,9 @@
-#include "../ops/fused_sgd.h"
-#include "fused_step_launch.h"
+#include "fused_step_launch.cuh"
 
 namespace ampfuse {
 
-void fused_sgd_cuda(const FusedSgdArguments& arguments) {
-  fused_step_cuda(arguments);
+void launch_fused_step(CudaCaller& caller, const StepCall<math::SgdRule>& call) {
+  launch_step(caller, call);
 }
 
 }  // namespace ampfuse

@@ -4,6 +4,7 @@
 
 #include "../math/coded_moment.h"
 #include "../math/fused_step.h"
+#include "fused_step_interface.h"
 #include "multi_tensor.cuh"
 
 namespace ampfuse {
@@ -31,30 +32,6 @@ using StepTable = TensorTable<math::kColumnsOf<Rule>, kStepChunk>;
 
 // Step counters, which may be null, and the first element's index in place of a pointer.
 using CounterTable = TensorTable<2, 1>;
-
-// A number in device memory, float or double; if `data` is null, the number in `value`.
-struct StepScalar {
-  const void* data;
-  bool is_double;
-  double value;
-
-  __device__ double get() const {
-    if (data == nullptr) return value;
-    return is_double ? *static_cast<const double*>(data) : *static_cast<const float*>(data);
-  }
-};
-
-// The arguments of a step besides its tensors and options. fused_step_prepare_kernel reads and
-// writes their device memory, so the host does not wait for its values.
-struct StepSignals {
-  const float* found_inf;   // the step is skipped unless this is 0; may be null
-  const float* grad_scale;  // gradients are divided by it; may be null
-  StepScalar total_norm;    // norm of the gradients before unscaling
-  bool clip;                // true if total_norm is given: gradients are clipped to max_norm
-  double max_norm;
-  float* grad_norm;  // receives the norm of the unscaled gradients; may be null
-  StepScalar lr;
-};
 
 template <typename Rule, typename acc_t>
 struct StepPlan {

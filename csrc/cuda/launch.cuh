@@ -46,8 +46,10 @@ constexpr int64_t most_shared(int64_t per_block) {
 }  // namespace ampfuse
 
 #if defined(__CUDACC__)
-// Kernels declare shared memory with these macros. Tests that run kernels on the CPU define them
-// differently, to detect overruns and reads before the first write.
+// Kernels declare shared memory with these macros, and are launched with one. Tests that run them
+// on the CPU define the macros differently, to detect overruns and reads before the first write.
 #define AMPFUSE_SHARED(type, name, count) __shared__ type name[count]
 #define AMPFUSE_DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+#define AMPFUSE_LAUNCH(kernel, blocks, threads, shared, stream) \
+  kernel<<<blocks, threads, shared, stream>>>
 #endif

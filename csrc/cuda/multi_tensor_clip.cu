@@ -1,35 +1,21 @@
 #include "multi_tensor_clip.cuh"
 
-#include "../ops/multi_tensor_clip.h"
-#include "multi_tensor_elementwise.h"
-#include "stream.h"
+#include "dispatch.cuh"
+#include "multi_tensor_interface.h"
+#include "stream.cuh"
 
 namespace ampfuse {
 
-namespace {
-
-template <typename norm_t>
-void clip(const LaunchStream& stream, const DenseRuns& dense, const norm_t* total_norm,
-          double max_norm) {
-  for_each_table<ElementwiseTable>(dense.get(),
-                                   [&]<typename scalar_t>(const ElementwiseTable& table) {
-                                     stream.launch(multi_tensor_clip_kernel<scalar_t, norm_t>,
-                                                   table.chunks(), table, total_norm, max_norm);
-                                   });
-}
-
-}  // namespace
-
-void multi_tensor_clip_cuda(at::TensorList tensors, const at::Tensor& total_norm, double max_norm) {
-  const DenseRuns dense("multi_tensor_clip", tensors, ComplexAs::kRealPairs, Use::kWrite);
-  check_clip_norm(tensors, total_norm);
-  const LaunchStream stream(total_norm);
-  if (total_norm.scalar_type() == at::kDouble) {
-    clip(stream, dense, total_norm.const_data_ptr<double>(), max_norm);
-  } else {
-    clip(stream, dense, total_norm.const_data_ptr<float>(), max_norm);
-  }
-  dense.write_back();
+void launch_multi_tensor_clip(CudaCaller& caller, const std::vector<TensorRun>& runs,
+                              const void* total_norm, bool is_double, double max_norm) {
+  const LaunchStream stream(caller);
+  const auto clip = [&]<typename norm_t>() {
+    for_each_table<ElementwiseTable>(runs, [&]<typename scalar_t>(const ElementwiseTable& table) {
+      stream.launch(multi_tensor_clip_kernel<scalar_t, norm_t>, table.chunks(), table,
+                    static_cast<const norm_t*>(total_norm), max_norm);
+    });
+  };
+  is_double ? clip.template operator()<double>() : clip.template operator()<float>();
 }
 
 }  // namespace ampfuse

@@ -3,16 +3,9 @@
 
 #include "../math/update_scale.h"
 #include "launch.cuh"
+#include "update_scale_interface.h"
 
 namespace ampfuse {
-
-// The most flags of one launch: one per optimizer, or one per device of an optimizer.
-inline constexpr int kScaleFlags = 64;
-
-struct ScaleFlags {
-  const float* flags[kScaleFlags];
-  int count;
-};
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     update_scale_kernel(const __grid_constant__ ScaleFlags found_infs, math::ScalePolicy policy,

@@ -11,7 +11,7 @@ namespace ampfuse {
 /// later. Calls of cross_entropy check by themselves; replays of a CUDA graph do not.
 AMPFUSE_API void check_targets();
 
-/// Sets what check_targets() calls. Code that is compiled with CUDA calls this.
+/// Sets what check_targets() calls. The callers of CUDA kernels call this.
 void set_target_check(void (*check)());
 
 }  // namespace ampfuse

@@ -9,6 +9,4 @@ using FusedAdamArguments = FusedRuleArguments<math::AdamRule>;
 
 FusedAdamArguments fused_adam_arguments(const NamedArguments& named);
 
-void fused_adam_cuda(const FusedAdamArguments& arguments);
-
 }  // namespace ampfuse

@@ -9,6 +9,4 @@ using FusedSgdArguments = FusedRuleArguments<math::SgdRule>;
 
 FusedSgdArguments fused_sgd_arguments(const NamedArguments& named);
 
-void fused_sgd_cuda(const FusedSgdArguments& arguments);
-
 }  // namespace ampfuse

@@ -58,8 +58,7 @@ StepTensor described(const FusedStepArguments& arguments, size_t t) {
   check_step_tensor(arguments, t);
   const at::Tensor& param = arguments.tensor(math::kParam, t);
   const auto dtype_of = [&](int column) {
-    return arguments.has(column) ? arguments.tensor(column, t).scalar_type()
-                                 : at::ScalarType::Undefined;
+    return arguments.has(column) ? arguments.tensor(column, t).scalar_type() : kNoDtype;
   };
   StepTensor tensor = {};
   tensor.size = param.numel();

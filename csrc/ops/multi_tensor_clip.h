@@ -10,6 +10,4 @@ void check_multi_tensor_clip(at::TensorList tensors, const at::Tensor& total_nor
 /// Checks total_norm only, for kernels in which DenseRuns checks the list.
 void check_clip_norm(at::TensorList tensors, const at::Tensor& total_norm);
 
-void multi_tensor_clip_cuda(at::TensorList tensors, const at::Tensor& total_norm, double max_norm);
-
 }  // namespace ampfuse

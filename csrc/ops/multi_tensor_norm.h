@@ -34,7 +34,4 @@ NormOutputs empty_norm_outputs(at::TensorList tensors, std::optional<at::ScalarT
 /// Returns the outputs for an empty list: norm 0, no non-finite element.
 NormOutputs zero_norm_outputs(c10::Device device, std::optional<at::ScalarType> dtype);
 
-NormOutputs multi_tensor_norm_cuda(at::TensorList tensors, double ord,
-                                   std::optional<at::ScalarType> dtype);
-
 }  // namespace ampfuse

@@ -26,11 +26,4 @@ inline UnscaledNormOutputs unscaled(const NormOutputs& outputs) {
   return {total_norm, norms, first_nonfinite, nonfinite_count};
 }
 
-void multi_tensor_unscale_cuda(at::TensorList tensors, const at::Tensor& found_inf,
-                               const at::Tensor& inv_scale);
-UnscaledNormOutputs multi_tensor_unscale_norm_cuda(at::TensorList tensors,
-                                                   const at::Tensor& found_inf,
-                                                   const at::Tensor& inv_scale, double ord,
-                                                   std::optional<at::ScalarType> dtype);
-
 }  // namespace ampfuse

@@ -33,6 +33,4 @@ math::ScalePolicy checked_scale_policy(const char* prefix, const UpdateScaleOpti
 
 UpdateScaleArguments update_scale_arguments(const NamedArguments& arguments);
 
-void update_scale_cuda(const UpdateScaleArguments& arguments);
-
 }  // namespace ampfuse

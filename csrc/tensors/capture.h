@@ -7,7 +7,7 @@ namespace ampfuse {
 /// tensors on a GPU: the query may initialise CUDA.
 bool is_capturing();
 
-/// Sets the query. The part of the library that is compiled with CUDA calls this.
+/// Sets the query. The callers of CUDA kernels call this.
 void set_capture_query(bool (*query)());
 
 }  // namespace ampfuse

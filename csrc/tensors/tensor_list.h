@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "tensor_run.h"
+
 namespace ampfuse {
 
 /// Throws for a tensor that is undefined or not strided. Here and below, `list` and `index` are the
@@ -79,17 +81,6 @@ void check_scalar(const char* op, const char* argument, const at::Tensor& scalar
 
 /// Returns float64 if any tensor is double or complex double, else float32.
 at::ScalarType norm_dtype(at::TensorList tensors);
-
-/// A dense tensor as kernels see it.
-struct TensorRun {
-  void* data;
-  int64_t size;  // number of elements of `dtype`
-  at::ScalarType dtype;
-
-  void* at(int64_t element) const {
-    return static_cast<char*>(data) + element * static_cast<int64_t>(c10::elementSize(dtype));
-  }
-};
 
 /// How kernels see complex tensors: as they are, or as twice as many real numbers.
 enum class ComplexAs { kComplex, kRealPairs };

@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 if _C.has_cuda():
-    _library.warn_of_old_driver()
+    _library.warn_of_old_driver(_C.build_info()["cuda_version"])
 
 __version__: str = _C.build_info()["version"]
 

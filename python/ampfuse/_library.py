@@ -67,7 +67,7 @@ def _other_build(folder: Path) -> str | None:
     others = [
         path
         for path in loaded
-        if "libampfuse" in path and Path(path).resolve().parent != folder.resolve()
+        if "libampfuse.so" in path and Path(path).resolve().parent != folder.resolve()
     ]
     return others[0] if others else None
 
@@ -80,10 +80,25 @@ def driver_version() -> int:
     return version.value
 
 
-def warn_of_old_driver() -> None:
-    """Warn of a driver with which kernels fail at their first launch."""
-    if 0 < driver_version() < FIRST_DRIVER:
-        warn_caller(
-            "with this NVIDIA driver ampfuse's kernels will fail at their first launch with CUDA "
-            "tensors. Update the driver to 530 or newer"
-        )
+def advise_on_driver(driver: int, kernels: str) -> str:
+    """Return what to do if a driver is too old for kernels of a CUDA version; empty if it is not.
+
+    driver: As from `driver_version`.
+    """
+    # A driver runs kernels of its own major version of CUDA, and of older ones.
+    major = int(kernels.partition(".")[0])
+    if not 0 < driver < max(FIRST_DRIVER, 1000 * major):
+        return ""
+    needed = "12.1 (530 or newer)" if major == 12 else f"{major}.0"
+    older = "" if driver < FIRST_DRIVER else ", or compile ampfuse's kernels with CUDA 12"
+    return (
+        f"update the NVIDIA driver, which supports CUDA {driver // 1000}.{driver % 1000 // 10}, to "
+        f"one for CUDA {needed}{older}: launches of kernels fail"
+    )
+
+
+def warn_of_old_driver(kernels: str) -> None:
+    """Warn of a driver with which kernels of a CUDA version fail at their first launch."""
+    advice = advise_on_driver(driver_version(), kernels)
+    if advice and torch.version.cuda:  # a CPU build of torch launches none
+        warn_caller(advice)

@@ -26,15 +26,22 @@ def describe() -> list[tuple[str, str]]:
     rows += [("works on CPU", _verdict("cpu")), ("works on CUDA", on_cuda)]
     gpus = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
     works = not on_cuda.startswith("no")
-    texts = advice(torch.version.cuda, _library.driver_version(), gpus, works=works)
+    kernels = info["cuda_version"]
+    texts = advice(torch.version.cuda, kernels, _library.driver_version(), gpus, works=works)
     return rows + [("advice", text) for text in texts]
 
 
 def advice(
-    torchs_cuda: str | None, driver: int, gpus: list[tuple[int, int]], *, works: bool
+    torchs_cuda: str | None,
+    kernels: str,
+    driver: int,
+    gpus: list[tuple[int, int]],
+    *,
+    works: bool,
 ) -> Iterator[str]:
     """Yield sentences, each with one thing to change.
 
+    kernels: The CUDA version of the kernels, empty without kernels.
     driver: The newest CUDA version that it supports, 13000 for 13.0, or 0 without a driver.
     gpus: The compute capabilities of the GPUs that torch sees.
     works: Whether the kernels run on the first one.
@@ -43,7 +50,7 @@ def advice(
         if driver:
             yield (
                 "this torch is a CPU build, but there is an NVIDIA driver: install torch with "
-                "CUDA (https://pytorch.org), and then ampfuse again"
+                f"CUDA (https://pytorch.org){'' if kernels else ', and then ampfuse again'}"
             )
     elif not gpus:
         supported = f"supports CUDA {driver // 1000}.{driver % 1000 // 10}"
@@ -52,8 +59,8 @@ def advice(
             f"torch needs CUDA {torchs_cuda.partition('.')[0]}, and CUDA_VISIBLE_DEVICES is "
             f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}"
         )
-    elif driver < _library.FIRST_DRIVER:
-        yield "update the NVIDIA driver to 530 or newer, since launches of kernels fail"
+    elif kernels and (text := _library.advise_on_driver(driver, kernels)):
+        yield text
     elif not works:
         archs = " ".join(sorted({f"{major}.{minor}" for major, minor in gpus}))
         yield (

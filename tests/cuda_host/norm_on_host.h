@@ -1,4 +1,4 @@
-// Runs the two kernels of multi_tensor_norm on fake tensors, as cuda/multi_tensor_norm_launch.h
+// Runs the two kernels of multi_tensor_norm on fake tensors, as cuda/multi_tensor_norm_launch.cuh
 // does on real ones.
 #pragma once
 

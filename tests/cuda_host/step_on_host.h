@@ -1,4 +1,4 @@
-// Runs the two kernels of a fused optimizer on fake tensors, as cuda/fused_step_launch.h does on
+// Runs the two kernels of a fused optimizer on fake tensors, as cuda/fused_step_launch.cuh does on
 // real ones. step_kernels.cpp compiles the kernels for all tests.
 #pragma once
 

@@ -100,3 +100,7 @@ void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block,
 }
 
 }  // namespace simt
+
+// Defines what the launches of the library use instead of CUDA's brackets.
+#define AMPFUSE_LAUNCH(kernel, blocks, threads, shared, stream) \
+  [&](const auto&... arguments) { simt::launch(kernel, blocks, threads, shared, arguments...); }

@@ -30,8 +30,8 @@ def test_has_cuda_agrees_with_the_build_information():
     assert ampfuse.has_cuda() == bool(info["cuda_version"]) == bool(info["cuda_archs"])
 
 
-def advised(torchs_cuda="13.0", driver=13000, gpus=((9, 0),), works=True):
-    return list(advice(torchs_cuda, driver, gpus, works=works))
+def advised(torchs_cuda="13.0", kernels="13.0", driver=13000, gpus=((9, 0),), works=True):
+    return list(advice(torchs_cuda, kernels, driver, gpus, works=works))
 
 
 @pytest.mark.parametrize("changes", [{}, {"torchs_cuda": None, "driver": 0, "gpus": ()}])
@@ -51,7 +51,8 @@ NO_GPU = {"gpus": ()}
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"driver": 12000, "works": False}, "update the NVIDIA driver to 530"),
+        ({"driver": 12080, "works": False}, "which supports CUDA 12.8, to one for CUDA 13.0"),
+        ({"kernels": "12.6", "driver": 12000}, "to one for CUDA 12.1 (530 or newer)"),
         (NO_GPU | {"driver": 0}, "the NVIDIA driver was not found, torch needs CUDA 13"),
         (NO_GPU | {"driver": 12040}, "driver supports CUDA 12.4, torch needs CUDA 13, and CUDA"),
         (NO_GPU | {"torchs_cuda": None}, "torch is a CPU build, but there is an NVIDIA driver"),

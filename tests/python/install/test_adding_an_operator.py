@@ -69,7 +69,7 @@ def copy():
         "Python_EXECUTABLE": sys.executable,
     }
     # A batch of their own for the new sources leaves the others' batches as they are in ccache.
-    new = [name for name in new_files() if re.match(r"csrc/.*\.cpp", name)]
+    new = [name for name in new_files() if re.match(r"csrc/(?!cuda/).*\.cpp", name)]
     batch = "".join(f'#include "../{name}"\n' for name in new)
     write_if_changed(BUILD / "new.cpp", batch.encode())
     (BUILD / "new.cmake").write_text(

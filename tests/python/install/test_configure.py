@@ -88,18 +88,24 @@ def nvcc_that_says(release, folder):
 
 
 @needs_nvcc
-def test_option_of_a_compiler_with_another_major_version_is_refused(tmp_path):
-    nvcc = nvcc_that_says("12.8", tmp_path)
+def test_option_of_a_compiler_with_a_newer_major_version_is_refused(tmp_path):
+    nvcc = nvcc_that_says("99.1", tmp_path)
     options = [ON, pretend_torch(tmp_path, "'13.0'"), f"-DCMAKE_CUDA_COMPILER={nvcc}"]
     message = refused(tmp_path, *options, gpus="9.0")
-    assert f"expected CUDA 13, as torch's, got {nvcc} with CUDA 12.8" in message
+    assert f"expected CUDA 13, as torch's, or older, got {nvcc} with CUDA 99.1" in message
 
 
 @needs_nvcc
-def test_option_on_with_nvcc_of_another_cuda_fails_and_names_both(tmp_path):
-    message = refused(tmp_path, ON, pretend_torch(tmp_path, "'99.1'"))
-    assert "torch 2.11.0 is built for CUDA 99.1, but" in message
+def test_option_on_with_nvcc_of_a_newer_cuda_fails_and_names_both(tmp_path):
+    message = refused(tmp_path, ON, pretend_torch(tmp_path, "'12.6'"))
+    assert "torch 2.11.0 is built for CUDA 12.6, but" in message
     assert "nvcc has CUDA" in message
+
+
+@needs_nvcc
+def test_nvcc_of_an_older_cuda_compiles_kernels_which_every_newer_driver_runs(tmp_path):
+    report = accepted(tmp_path, pretend_torch(tmp_path, "'99.1'"), gpus="9.0")
+    assert "(torch 2.11.0, CUDA 99.1)" in report
 
 
 def test_option_auto_builds_none_of_the_kernels_without_a_gpu(tmp_path):

@@ -8,7 +8,7 @@ import ampfuse
 import pytest
 import warm
 from ampfuse import _library
-from packaging_tools import LIBRARY
+from packaging_tools import KERNELS, LIBRARY
 
 
 def run(program, start=warm.run):
@@ -18,7 +18,11 @@ def run(program, start=warm.run):
 @pytest.fixture
 def other(tmp_path):
     """Return a copy of the library in another folder."""
-    return shutil.copy(LIBRARY, tmp_path / "libampfuse.so")
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    if KERNELS is not None:
+        shutil.copy(KERNELS, tmp_path)
+    return shutil.copy(LIBRARY, folder / "libampfuse.so")
 
 
 @pytest.mark.slow
@@ -49,9 +53,18 @@ def test_same_build_may_be_loaded_twice():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(("version", "is_old"), [(0, False), (12000, True), (12010, False)])
+@pytest.mark.parametrize(
+    ("version", "kernels", "is_old"),
+    [
+        (0, "13.0", False),
+        (12000, "12.6", True),
+        (12010, "12.6", False),
+        (12080, "13.0", True),
+        (13000, "13.1", False),
+    ],
+)
 def test_warning_is_given_only_for_a_driver_that_is_too_old(
-    version, is_old, monkeypatch, recwarn, tmp_path
+    version, kernels, is_old, monkeypatch, recwarn, tmp_path
 ):
     source = tmp_path / "driver.c"
     source.write_text(f"int cuDriverGetVersion(int* v) {{ *v = {version}; return 0; }}")
@@ -59,10 +72,10 @@ def test_warning_is_given_only_for_a_driver_that_is_too_old(
     subprocess.run(["g++", "-x", "c", "-shared", "-o", driver, source], check=True)
     monkeypatch.setattr(_library, "DRIVER", str(driver) if version else "no driver")
 
-    _library.warn_of_old_driver()
+    _library.warn_of_old_driver(kernels)
 
     texts = [str(warning.message) for warning in recwarn]
-    assert any("Update the driver to 530 or newer" in text for text in texts) == is_old
+    assert any("update the NVIDIA driver" in text for text in texts) == is_old
 
 
 def test_check_targets_raises_nothing_before_any_loss():

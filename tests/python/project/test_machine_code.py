@@ -11,7 +11,7 @@ import ampfuse
 import kernel_table
 import pytest
 from machine_code import INSTRUCTION, MachineCode, held_row, loads_in_flight, shortest_turns
-from packaging_tools import LIBRARY, ROOT, find_tool
+from packaging_tools import KERNELS, ROOT, find_tool
 
 CUOBJDUMP = find_tool("cuobjdump")
 
@@ -28,7 +28,7 @@ def code(request):
     built_for = ampfuse.build_info()["cuda_archs"]
     if request.param.removeprefix("sm_") not in re.findall(r"\d+", built_for):
         pytest.skip(f"this build is for {built_for}")
-    return MachineCode(CUOBJDUMP, LIBRARY, request.param)
+    return MachineCode(CUOBJDUMP, KERNELS, request.param)
 
 
 def test_every_kernel_in_the_sources_is_in_the_library(code):

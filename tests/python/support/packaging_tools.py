@@ -22,6 +22,9 @@ ROOT = Path(__file__).parents[3]
 SITE = Path(torch.__file__).parents[1]
 PACKAGE = Path(ampfuse.__file__).parent
 LIBRARY = next(Path(ampfuse._C.__file__).parent.glob("libampfuse.so.*"))
+KERNELS = None
+if ampfuse.has_cuda():
+    KERNELS = PACKAGE / "lib" / LIBRARY.name.replace("libampfuse", "libampfuse_cuda")
 BUILD = ROOT / os.environ.get("AMPFUSE_BUILD", "build")
 PROGRAMS = BUILD / "programs"
 # The end of a program with ranks. Threads of gloo take Python's lock to release the tensors of the

@@ -1,17 +1,21 @@
 // Groups a list of tensors by dtype, and calls typed code with the C++ type of each dtype.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
+#include <cstddef>
 #include <vector>
 
 #include "../math/complex.h"
-#include "../tensors/tensor_list.h"
+#include "../tensors/tensor_run.h"
+#include "multi_tensor.cuh"
 
 namespace ampfuse {
 
 struct DtypeGroup {
-  at::ScalarType dtype;
+  c10::ScalarType dtype;
   std::vector<TensorRun> runs;
   std::vector<size_t> indices;  // index of each run in the list
 };
@@ -31,13 +35,13 @@ inline std::vector<DtypeGroup> dtype_groups(const std::vector<TensorRun>& runs) 
 
 /// Calls run.operator()<T>() with the type that kernels use for a real dtype.
 template <typename Run>
-void dispatch_real(at::ScalarType dtype, const Run& run) {
+void dispatch_real(c10::ScalarType dtype, const Run& run) {
   switch (dtype) {
-    case at::kHalf:
+    case c10::ScalarType::Half:
       return run.template operator()<c10::Half>();
-    case at::kBFloat16:
+    case c10::ScalarType::BFloat16:
       return run.template operator()<c10::BFloat16>();
-    case at::kFloat:
+    case c10::ScalarType::Float:
       return run.template operator()<float>();
     default:
       return run.template operator()<double>();
@@ -46,14 +50,28 @@ void dispatch_real(at::ScalarType dtype, const Run& run) {
 
 /// Calls run.operator()<T>() with the type that kernels use for a real or complex dtype.
 template <typename Run>
-void dispatch_any(at::ScalarType dtype, const Run& run) {
+void dispatch_any(c10::ScalarType dtype, const Run& run) {
   switch (dtype) {
-    case at::kComplexFloat:
+    case c10::ScalarType::ComplexFloat:
       return run.template operator()<math::Complex<float>>();
-    case at::kComplexDouble:
+    case c10::ScalarType::ComplexDouble:
       return run.template operator()<math::Complex<double>>();
     default:
       return dispatch_real(dtype, run);
+  }
+}
+
+/// Calls launch.operator()<scalar_t>(table) for each table of each dtype. Complex tensors must be
+/// passed as real ones of twice the size.
+template <typename Table, typename Launch>
+void for_each_table(const std::vector<TensorRun>& runs, const Launch& launch) {
+  for (const DtypeGroup& group : dtype_groups(runs)) {
+    dispatch_real(group.dtype, [&]<typename scalar_t>() {
+      auto builder = build_tables<Table>(
+          [&](const Table& table) { launch.template operator()<scalar_t>(table); });
+      for (const TensorRun& run : group.runs) builder.add({run.data}, run.size);
+      builder.flush();
+    });
   }
 }
 

@@ -2,14 +2,12 @@
 // and the launch of the finish kernel.
 #pragma once
 
-#include <ATen/ops/empty.h>
-
 #include <vector>
 
-#include "../ops/multi_tensor_norm.h"
-#include "dispatch.h"
+#include "dispatch.cuh"
+#include "multi_tensor_interface.h"
 #include "multi_tensor_norm.cuh"
-#include "stream.h"
+#include "stream.cuh"
 
 namespace ampfuse {
 
@@ -26,19 +24,16 @@ void dispatch_norm_type(math::NormType type, const Run& run) {
   }
 }
 
-/// The scratch memory of one call. It may be freed before the kernels finish: the caching allocator
-/// reuses it only on the same stream.
-class NormScratch {
- public:
-  explicit NormScratch(const std::vector<TensorRun>& runs, c10::Device device) {
-    int64_t partials = 0;
-    for (const TensorRun& run : runs) partials += run.size / math::kNormChunk + 1;
-    const auto tensors = static_cast<int64_t>(runs.size());
-    bytes_ = at::empty({(partials + tensors) * int64_t(sizeof(math::NormPartial)) +
-                        tensors * int64_t(sizeof(NormRange)) + int64_t(sizeof(unsigned))},
-                       at::TensorOptions().device(device).dtype(at::kByte));
-    this->partials = reinterpret_cast<math::NormPartial*>(bytes_.mutable_data_ptr());
-    norms = this->partials + partials;
+/// The scratch memory of one call.
+struct NormScratch {
+  NormScratch(CudaCaller& caller, const std::vector<TensorRun>& runs) {
+    int64_t slots = 0;
+    for (const TensorRun& run : runs) slots += run.size / math::kNormChunk + 1;
+    const size_t tensors = runs.size();
+    void* const memory = caller.allocate((slots + tensors) * sizeof(math::NormPartial) +
+                                         tensors * sizeof(NormRange) + sizeof(unsigned));
+    partials = static_cast<math::NormPartial*>(memory);
+    norms = partials + slots;
     ranges = reinterpret_cast<NormRange*>(norms + tensors);
     finished = reinterpret_cast<unsigned*>(ranges + tensors);
   }
@@ -47,9 +42,6 @@ class NormScratch {
   math::NormPartial* norms;  // one per tensor
   NormRange* ranges;
   unsigned* finished;
-
- private:
-  at::Tensor bytes_;
 };
 
 /// Calls launch.operator()<scalar_t>(table, slots_before) for each table of each dtype.
@@ -76,26 +68,24 @@ void for_each_norm_table(const std::vector<TensorRun>& runs, const NormScratch& 
   }
 }
 
-/// Launches the finish kernel, which computes the outputs from the partials and writes the flag to
-/// `found_inf`.
+/// Launches the finish kernel, which computes the outputs of `tensors` tensors from the partials.
 template <math::NormType kNorm>
 void launch_norm_finish(const LaunchStream& stream, const NormScratch& scratch,
-                        const NormOutputs& outputs, const at::Tensor& found_inf,
-                        bool clear_found_inf) {
-  const auto& [total_norm, norms, unused, first_nonfinite, nonfinite_count] = outputs;
+                        const NormPointers& outputs, int64_t tensors) {
   const NormWorkspace workspace = {scratch.partials, scratch.ranges, scratch.norms,
                                    scratch.finished};
   const auto launch = [&]<typename out_t>() {
-    const NormResults<out_t> results = {
-        total_norm.template mutable_data_ptr<out_t>(), norms.template mutable_data_ptr<out_t>(),
-        found_inf.mutable_data_ptr<float>(),           clear_found_inf,
-        first_nonfinite.mutable_data_ptr<int64_t>(),   nonfinite_count.mutable_data_ptr<int64_t>()};
+    const NormResults<out_t> results = {static_cast<out_t*>(outputs.total_norm),
+                                        static_cast<out_t*>(outputs.norms),
+                                        outputs.found_inf,
+                                        outputs.clear_found_inf,
+                                        outputs.first_nonfinite,
+                                        outputs.nonfinite_count};
     // One block per tensor.
-    stream.launch(multi_tensor_norm_finish_kernel<kNorm, out_t>, norms.numel() * kWarpsPerBlock,
-                  norms.numel(), workspace, results);
+    stream.launch(multi_tensor_norm_finish_kernel<kNorm, out_t>, tensors * kWarpsPerBlock, tensors,
+                  workspace, results);
   };
-  total_norm.scalar_type() == at::kDouble ? launch.template operator()<double>()
-                                          : launch.template operator()<float>();
+  outputs.are_doubles ? launch.template operator()<double>() : launch.template operator()<float>();
 }
 
 }  // namespace ampfuse

@@ -2,33 +2,30 @@
 // throws. Reading the report does not synchronise with the device, so the next call may come first.
 #pragma once
 
-#include <c10/core/Device.h>
-
 #include <mutex>
 
-#include "cross_entropy_table.cuh"
+#include "cross_entropy_interface.h"
 
 namespace ampfuse {
 
 class BadTargets {
  public:
-  explicit BadTargets(c10::Device device);
+  explicit BadTargets(CudaCaller& caller);
 
   /// Throws if an earlier call has reported a bad target; only one host thread throws for a report.
   void raise_earlier();
 
-  BadTarget* on_device() const { return bad_target_; }
-
-  /// True with AMPFUSE_TARGETS=trap: a bad target then stops the device at once.
-  bool trap() const { return trap_; }
+  /// Lets the kernels of a call report a bad target. With AMPFUSE_TARGETS=trap it stops the device
+  /// at once.
+  void report_for(LogitRows& rows) const;
 
  private:
   std::mutex mutex_;
-  BadTarget* bad_target_ = nullptr;  // pinned; never freed, since a kernel may still write to it
+  BadTarget* bad_target_;
   bool trap_;
 };
 
-/// Returns the reports of a device.
-BadTargets& bad_targets_of(c10::Device device);
+/// Returns the reports of the caller's device.
+BadTargets& bad_targets_of(CudaCaller& caller);
 
 }  // namespace ampfuse

@@ -1,30 +1,19 @@
-#include "cross_entropy_bad_target.h"
+#include "bad_targets.h"
 
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <mutex>
 
 #include "../ops/cross_entropy_target_check.h"
 
 namespace ampfuse {
 
-BadTargets::BadTargets(c10::Device device) {
+BadTargets::BadTargets(CudaCaller& caller) : bad_target_(allocate_bad_target(caller)) {
   const char* const setting = std::getenv("AMPFUSE_TARGETS");
   trap_ = setting != nullptr && std::strcmp(setting, "trap") == 0;
-  const c10::cuda::CUDAGuard guard(device);
-  void* memory = nullptr;
-  // The first call may run while a CUDA graph is being captured; the allocation is not part of the
-  // graph.
-  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  C10_CUDA_CHECK(cudaHostAlloc(&memory, sizeof(BadTarget), cudaHostAllocPortable));
-  bad_target_ = new (memory) BadTarget{};
 }
 
 void BadTargets::raise_earlier() {
@@ -42,11 +31,16 @@ void BadTargets::raise_earlier() {
                     " of an earlier call, whose loss is NaN");
 }
 
+void BadTargets::report_for(LogitRows& rows) const {
+  rows.bad_target = bad_target_;
+  rows.trap = trap_;
+}
+
 namespace {
 
 struct AllBadTargets {
   std::mutex mutex;
-  std::map<c10::DeviceIndex, BadTargets> of_devices;
+  std::map<int, BadTargets> of_devices;
 };
 
 AllBadTargets& all_bad_targets() {
@@ -64,10 +58,10 @@ void raise_all() {
 
 }  // namespace
 
-BadTargets& bad_targets_of(c10::Device device) {
+BadTargets& bad_targets_of(CudaCaller& caller) {
   AllBadTargets& all = all_bad_targets();
   const std::lock_guard lock(all.mutex);
-  return all.of_devices.try_emplace(device.index(), device).first->second;
+  return all.of_devices.try_emplace(caller.device, caller).first->second;
 }
 
 }  // namespace ampfuse

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "../ops/fused_step_tensors.h"
+#include "../ops/step_tensor.h"
 #include "../tensors/float_dtypes.h"
 #include "fused_step.cuh"
 
@@ -50,26 +50,25 @@ void dispatch_moments(int moments, const Run& run) {
 
 /// True if the step of these tensors is extended (StepTypes).
 inline bool is_extended(const StepDtypes& dtypes, bool round_at_random) {
-  const bool rounds =
-      round_at_random && is_16bit(dtypes.param) && dtypes.master == at::ScalarType::Undefined;
-  return rounds || dtypes.state == at::kChar || dtypes.ema != at::ScalarType::Undefined;
+  const bool rounds = round_at_random && is_16bit(dtypes.param) && dtypes.master == kNoDtype;
+  return rounds || dtypes.state == c10::ScalarType::Char || dtypes.ema != kNoDtype;
 }
 
-inline NumberType number_type(at::ScalarType dtype) {
-  if (dtype == at::ScalarType::Undefined) return NumberType::kNone;
-  if (dtype == at::kHalf) return NumberType::kHalf;
-  return dtype == at::kBFloat16 ? NumberType::kBFloat16 : NumberType::kWide;
+inline NumberType number_type(c10::ScalarType dtype) {
+  if (dtype == kNoDtype) return NumberType::kNone;
+  if (dtype == c10::ScalarType::Half) return NumberType::kHalf;
+  return dtype == c10::ScalarType::BFloat16 ? NumberType::kBFloat16 : NumberType::kWide;
 }
 
 template <typename Rule, typename param_t, Master kMaster, typename Run>
 void dispatch_grad_and_state(const StepDtypes& dtypes, bool is_extended, int moments,
                              const Run& run) {
   const auto with_grad = [&]<typename grad_t>() {
-    if (dtypes.state == at::kBFloat16) {
+    if (dtypes.state == c10::ScalarType::BFloat16) {
       return dispatch_moments<Rule, param_t, grad_t, c10::BFloat16, kMaster>(moments, run);
     }
     if constexpr (std::is_same_v<grad_t, AnyType>) {
-      if (dtypes.state == at::kChar) {
+      if (dtypes.state == c10::ScalarType::Char) {
         return dispatch_moments<Rule, param_t, grad_t, int8_t, kMaster>(moments, run);
       }
     }
@@ -77,9 +76,9 @@ void dispatch_grad_and_state(const StepDtypes& dtypes, bool is_extended, int mom
   };
   if (is_extended) return with_grad.template operator()<AnyType>();
   switch (dtypes.grad) {
-    case at::kHalf:
+    case c10::ScalarType::Half:
       return with_grad.template operator()<c10::Half>();
-    case at::kBFloat16:
+    case c10::ScalarType::BFloat16:
       return with_grad.template operator()<c10::BFloat16>();
     default:
       return with_grad.template operator()<float>();
@@ -96,13 +95,14 @@ void dispatch_step(const StepDtypes& dtypes, bool is_extended, int moments, cons
     const auto as = [&]<typename param_t, Master kMaster>() {
       dispatch_grad_and_state<Rule, param_t, kMaster>(dtypes, is_extended, moments, run);
     };
-    if (dtypes.param == at::kFloat) return as.template operator()<float, Master::kNone>();
-    const bool is_fp16 = dtypes.param == at::kHalf;
+    if (dtypes.param == c10::ScalarType::Float)
+      return as.template operator()<float, Master::kNone>();
+    const bool is_fp16 = dtypes.param == c10::ScalarType::Half;
     switch (dtypes.master) {
-      case at::ScalarType::Undefined:
+      case kNoDtype:
         return is_fp16 ? as.template operator()<c10::Half, Master::kNone>()
                        : as.template operator()<c10::BFloat16, Master::kNone>();
-      case at::kFloat:
+      case c10::ScalarType::Float:
         return is_fp16 ? as.template operator()<c10::Half, Master::kFloat>()
                        : as.template operator()<c10::BFloat16, Master::kFloat>();
       default:
