@@ -39,7 +39,8 @@ test test-fast test-frameworks test-one test-wheels: export TORCHINDUCTOR_VEC_IS
 # folders, and so finds the objects again.
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
 export AMPFUSE_SECOND_CHECKOUT := $(CURDIR)/$(BUILD)/packaging
-BUILDS := $(BUILD) $(BUILD)/packaging/build $(BUILD)/packaging/wheel $(BUILD)/recipe/build
+BUILDS := $(BUILD) $(BUILD)/packaging/build $(BUILD)/packaging/wheel $(BUILD)/packaging/within \
+	$(BUILD)/recipe/build
 SOURCES := . $(BUILD)/packaging $(BUILD)/recipe
 IN_BUILDS := $(foreach name,include batches CMakeFiles,$(BUILDS:%=$(CURDIR)/%/$(name)))
 OWN_FOLDERS := $(foreach name,csrc tests,$(SOURCES:%=$(CURDIR)/%/$(name))) $(IN_BUILDS)
@@ -162,11 +163,12 @@ wheel: $(READY)  ## make a wheel in dist/, for this torch and this Python
 	@$(call make_wheel,$(BUILD)/wheel,dist)
 	@ls dist
 
-test-wheels: cpp-headers $(READY)  ## test the wheel of make wheels with each torch; RELEASES="2.12.1"
-	@$(BIN)/python tools/test_wheels.py $(if $(RELEASES),--torch $(RELEASES))
+OF_WHEELS = $(if $(RELEASES),--torch $(RELEASES)) $(if $(PYTHONS),--python $(PYTHONS))
+test-wheels: cpp-headers $(READY)  ## test the wheels of make wheels with each torch; RELEASES="2.12.1"
+	@$(BIN)/python tools/test_wheels.py $(OF_WHEELS)
 
 wheels: $(READY)  ## make a wheel in dist/ for torch 2.11 to 2.15; PYTHONS="python3.10 python3.12"
-	@$(BIN)/python tools/wheels.py $(if $(PYTHONS),--python $(PYTHONS))
+	@$(BIN)/python tools/wheels.py $(OF_WHEELS)
 
 clean:  ## remove what was built; environments stay
 	rm -rf build build-* dist python/ampfuse/lib python/ampfuse/include python/ampfuse/share

@@ -156,10 +156,17 @@ class CMakeBuild(build_ext):
         build = Path(os.environ.get("AMPFUSE_BUILD_DIR", default_build))
         if not TORCHES:
             self.build_for(installed_torch(), build, prefix, in_place)
+        kernels: Path | str = ""
         for folder in TORCHES:
             major, minor = minor_release(folder)
-            of_torch = [f"-DAMPFUSE_TORCH_ROOT={folder}"]
-            self.build_for(of_torch, build / f"torch{major}.{minor}", prefix, in_place)
+            here = build / f"torch{major}.{minor}"
+            # CMake would keep the headers of the Python of an earlier build in this folder.
+            options = ["-U*Python_*", f"-DAMPFUSE_TORCH_ROOT={folder}"]
+            options.append(f"-DAMPFUSE_CUDA_LIBRARY={kernels}")
+            self.build_for(options, here, prefix, in_place)
+            # The first build compiles the CUDA kernels, if they are wanted, for all.
+            for installed in prefix.glob("lib/libampfuse_cuda.so.*"):
+                kernels = kernels or here / installed.name
 
     def build_for(self, of_torch: list[str], build: Path, prefix: Path, in_place: bool) -> None:
         """Build in a folder, and install into the package `prefix`."""

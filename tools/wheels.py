@@ -2,11 +2,14 @@
 
 A library is compiled for each release, with the files of that release alone: without the CUDA
 libraries that it requires, these are 1.1 GB. They stay in build/torches, and the builds in
-build/wheels. The wheels are written to dist/.
+build/wheels, where the wheels of all Pythons share all but the module _C. With
+AMPFUSE_WITH_CUDA=ON, CUDA kernels are compiled once for all releases. The wheels are written to
+dist/.
 """
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,8 +21,9 @@ from environment import BUILD, ask, is_current, pip_install, run
 ROOT = Path(__file__).resolve().parent.parent
 RELEASES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 DIST = ROOT / "dist"
+BUILDS = ROOT / "build" / "wheels"
 # Libraries that a wheel must not contain, since they are torch's.
-OF_TORCH = ("libc10*.so", "libtorch*.so", "libgomp.so.1", "libcudart.so.*")
+OF_TORCH = ("libc10.so", "libtorch*.so", "libgomp.so.1")
 
 
 def say(text: str) -> None:
@@ -40,13 +44,18 @@ def fetched(release: str) -> Path:
     return folder / "torch"
 
 
-def make_builder(python: str) -> tuple[str, Path]:
-    """Return the name of a Python, and an interpreter of it with what builds wheels."""
-    query = "import sys; print('cp%d%d' % sys.version_info[:2])"
-    name = ask(python, "-c", query)
+def name_of(python: str) -> str:
+    """Return the name of a Python, as in the names of wheels: cp311."""
+    name = ask(python, "-c", "import sys; print('cp%d%d' % sys.version_info[:2])")
     if not name:
         sys.exit(f"wheels: {python} is no Python that runs")
-    folder = ROOT / "build" / "wheels" / name / "environment"
+    return name
+
+
+def make_builder(python: str) -> tuple[str, Path]:
+    """Return the name of a Python, and an interpreter of it with what builds wheels."""
+    name = name_of(python)
+    folder = BUILDS / name / "environment"
     builder = folder / "bin" / "python"
     if not is_current(folder):
         say(f"making an environment for {name}")
@@ -56,15 +65,22 @@ def make_builder(python: str) -> tuple[str, Path]:
     return name, builder
 
 
+def serves(torch: Path, python: str) -> bool:
+    """Return True if this release of torch supports a Python (cp310)."""
+    (metadata,) = torch.parent.glob("torch-*.dist-info/METADATA")
+    oldest = re.search(r"^Requires-Python: >=3\.(\d+)", metadata.read_text(), re.MULTILINE)
+    return oldest is None or int(oldest[1]) <= int(python.removeprefix("cp3"))
+
+
 def build_wheel(python: str, torches: list[Path]) -> Path:
     """Build the wheel of one Python for these releases of torch, and return its path."""
     name, builder = make_builder(python)
-    build = ROOT / "build" / "wheels" / name
+    build = BUILDS / name
     made = build / "dist"
     shutil.rmtree(made, ignore_errors=True)
     variables = {
-        "AMPFUSE_TORCHES": ":".join(map(str, torches)),
-        "AMPFUSE_BUILD_DIR": str(build),
+        "AMPFUSE_TORCHES": ":".join(str(torch) for torch in torches if serves(torch, name)),
+        "AMPFUSE_BUILD_DIR": str(BUILDS),
         "PATH": f"{builder.parent}{os.pathsep}{os.environ['PATH']}",
     }
     setup = [builder, "-W", "ignore", "setup.py", "--quiet", "egg_info", "--egg-base", build]
