@@ -10,8 +10,8 @@
 
 namespace ampfuse {
 
-/// The dtype of columns that are absent. Undefined would not do: its number differs between releases
-/// of torch, and libampfuse_cuda serves all of them.
+/// The dtype of columns that are absent. Undefined would not do: its number differs between
+/// releases of torch, and libampfuse_cuda serves all of them.
 inline constexpr c10::ScalarType kNoDtype = c10::ScalarType::Bool;
 
 /// The dtypes that a kernel is compiled for, or kNoDtype.
