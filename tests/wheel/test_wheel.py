@@ -12,7 +12,7 @@ import pytest
 
 WHEEL = Path(os.environ["AMPFUSE_WHEEL"])
 ARCHIVE = zipfile.ZipFile(WHEEL)
-NAMES = ARCHIVE.namelist()
+NAMES = [name for name in ARCHIVE.namelist() if not name.endswith("/")]
 MINORS = sorted({int(minor) for minor in re.findall(r"ampfuse/lib/torch2\.(\d+)/", str(NAMES))})
 
 

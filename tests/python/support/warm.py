@@ -11,8 +11,10 @@ variables before. Tests that depend on this start `sys.executable`.
 import atexit
 import ctypes
 import json
+import linecache
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -83,8 +85,9 @@ def _early(environment):
 
 
 def _start_server():
-    folder = tempfile.TemporaryDirectory()
-    launcher = Path(folder.name) / "python"
+    folder = tempfile.mkdtemp()
+    owner = os.getpid()
+    launcher = Path(folder) / "python"
     text = LAUNCHER.format(
         python=sys.executable,
         name=launcher,
@@ -105,9 +108,11 @@ def _start_server():
     server.stdout.readline()  # it listens
 
     def end():
+        if os.getpid() != owner:  # with Python 3.13, processes of multiprocessing call this, too
+            return
         os.close(writer)
         server.wait()
-        folder.cleanup()
+        shutil.rmtree(folder)
 
     atexit.register(end)
     return str(launcher)
@@ -199,6 +204,9 @@ def become(name, request, files):
     if arguments[0] == "-c":
         sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""
         source, file = arguments[1], "<string>"
+        if sys.version_info >= (3, 13):  # it shows the lines in tracebacks
+            lines = [f"{line}\n" for line in source.splitlines()]
+            linecache.cache[file] = (len(source), None, lines, file)
     else:
         file = os.path.abspath(arguments[0])
         sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.realpath(file))
