@@ -229,7 +229,8 @@ def test_step_that_ignores_the_denominator_is_warned_of(mean):
     parts = parts_of((inputs.requires_grad_(), targets))
     with pytest.warns(UserWarning, match="step does not use its second argument, the denom"):
         ampfuse.accumulate(mean, parts)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         for step in (Trainer().share, divided(Trainer().mean), lambda *args: args[0][0].mean()):
             ampfuse.accumulate(step, parts)
 
@@ -285,7 +286,8 @@ def test_right_use_of_our_loss_gives_no_warning():
 def test_mean_that_is_right_gives_no_warning():
     model = made()
     inputs, targets = batch(4)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         ampfuse.accumulate(lambda part, n: [n, torchs(model, part)][1], [(inputs, targets)])
         parts = parts_of((inputs, targets.abs() % CLASSES), 1)
         ampfuse.accumulate(lambda part, n: torchs(model, part) / n, parts)

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import sys
 import time
 import weakref
 from collections import deque
@@ -233,7 +234,8 @@ def test_look_leaves_no_local_variables_behind(growing):
         assert monitor.suspects
         return [reference() is not None for reference in alive]
 
-    assert sum(run()) <= 1
+    # Python 3.10 keeps the values of a frame that were looked at last.
+    assert sum(run()) <= 1 + (sys.version_info < (3, 11))
 
 
 def test_monitor_can_be_used_again_and_counts_the_steps_of_the_first_optimizer():

@@ -66,7 +66,8 @@ def test_bfloat16_moments_that_cannot_shrink_are_warned_of_at_construction():
     with pytest.warns(UserWarning, match=words) as told:
         ampfuse.AdamW(params, state_dtype=torch.bfloat16)
     assert [warning.filename for warning in told] == [__file__]
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         ampfuse.AdamW(params)
         optimizer = ampfuse.AdamW(params, betas=(0.9, 0.995), state_dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match=words):
