@@ -165,8 +165,9 @@ class CMakeBuild(build_ext):
             options.append(f"-DAMPFUSE_CUDA_LIBRARY={kernels}")
             self.build_for(options, here, prefix, in_place)
             # The first build compiles the CUDA kernels, if they are wanted, for all.
-            for installed in prefix.glob("lib/libampfuse_cuda.so.*"):
-                kernels = kernels or here / installed.name
+            if not kernels:
+                installed = next(prefix.glob("lib/libampfuse_cuda.so.*"), None)
+                kernels = here / installed.name if installed else ""
 
     def build_for(self, of_torch: list[str], build: Path, prefix: Path, in_place: bool) -> None:
         """Build in a folder, and install into the package `prefix`."""

@@ -5,22 +5,18 @@
 #include "cpu/capability.h"
 #if AMPFUSE_HAS_CUDA
 #include "cuda/caller.h"
+#else
+namespace ampfuse {
+static const char* kernels_cuda_version() {
+  return "";
+}
+static const char* kernels_architectures() {
+  return "";
+}
+}  // namespace ampfuse
 #endif
 
 namespace ampfuse {
-
-namespace {
-
-#if !AMPFUSE_HAS_CUDA
-const char* kernels_cuda_version() {
-  return "";
-}
-const char* kernels_architectures() {
-  return "";
-}
-#endif
-
-}  // namespace
 
 BuildInfo build_info() {
   const char* const capabilities[] = {"DEFAULT", "AVX2", "AVX512"};

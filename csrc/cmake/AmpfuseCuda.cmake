@@ -167,6 +167,7 @@ if(NOT _ampfuse_refusal)
 
   # CMake would search for the static runtime in lib64 only.
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)
+  set(_ampfuse_packages "${AMPFUSE_TORCH_ROOT}/../nvidia" ${AMPFUSE_NVIDIA_PACKAGES})
   list(TRANSFORM _ampfuse_packages APPEND "/cu${AMPFUSE_CUDA_MAJOR}/lib")
   unset(AMPFUSE_CUDART)
   find_library(AMPFUSE_CUDART NAMES libcudart_static.a NO_CACHE NO_DEFAULT_PATH

@@ -7,27 +7,12 @@
 // *_interface.h declare what the callers call.
 #pragma once
 
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <cstddef>
 
 /// Exports a function of libampfuse_cuda.
 #define AMPFUSE_CUDA_API __attribute__((visibility("default")))
 
 namespace ampfuse {
-
-// libampfuse_cuda is compiled with the headers of one release of torch, and called with those of
-// others. So the numbers of the dtypes that cross must be the same in all.
-static_assert(static_cast<int>(c10::ScalarType::Byte) == 0);
-static_assert(static_cast<int>(c10::ScalarType::Char) == 1);
-static_assert(static_cast<int>(c10::ScalarType::Short) == 2);
-static_assert(static_cast<int>(c10::ScalarType::Half) == 5);
-static_assert(static_cast<int>(c10::ScalarType::Float) == 6);
-static_assert(static_cast<int>(c10::ScalarType::Double) == 7);
-static_assert(static_cast<int>(c10::ScalarType::ComplexFloat) == 9);
-static_assert(static_cast<int>(c10::ScalarType::ComplexDouble) == 10);
-static_assert(static_cast<int>(c10::ScalarType::Bool) == 11);
-static_assert(static_cast<int>(c10::ScalarType::BFloat16) == 15);
 
 /// The device and the stream of a call, its memory, and how its errors are thrown.
 class CudaCaller {

@@ -34,8 +34,6 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
   LogitRows rows = logit_rows(arguments, converted);
   bad_targets.report_for(rows);
   TORCH_INTERNAL_ASSERT(!rows.are_positions || grad.scalar_type() == rows.dtype);
-  const bool with_metrics = outputs.lse.numel() > 0;
-  const bool with_grad = grad.numel() > 0;
   const ForwardPointers pointers = {
       .is_mean = arguments.options.is_mean(),
       .is_per_row = arguments.options.is_per_row(),
@@ -46,12 +44,12 @@ void forward(const CrossEntropyArguments& arguments, const std::optional<at::Ten
       .baked_scale = outputs.baked_scale.mutable_data_ptr<float>(),
       .divisor = outputs.divisor.mutable_data_ptr<double>(),
       .statistics = statistics_or_null(outputs.statistics),
-      .lse = with_metrics ? outputs.lse.mutable_data_ptr() : nullptr,
-      .entropy = with_metrics ? outputs.entropy.mutable_data_ptr() : nullptr,
-      .argmax = with_metrics ? outputs.argmax.mutable_data_ptr<int64_t>() : nullptr,
-      .grad = with_grad ? grad.mutable_data_ptr() : nullptr,
+      .lse = data_or_null(outputs.lse),
+      .entropy = data_or_null(outputs.entropy),
+      .argmax = data_or_null<int64_t>(outputs.argmax),
+      .grad = data_or_null(grad),
       .grad_dtype = grad.scalar_type(),
-      .grad_at = with_grad ? rows_at(grad) : RowsAt{}};
+      .grad_at = grad.numel() > 0 ? rows_at(grad) : RowsAt{}};
   launch_cross_entropy_forward(caller, rows, pointers);
 }
 

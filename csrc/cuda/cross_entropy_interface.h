@@ -8,6 +8,7 @@
 #include "../math/cross_entropy.h"
 #include "../math/cross_entropy_shards.h"
 #include "caller.h"
+#include "dtype_numbers.h"
 
 namespace ampfuse {
 

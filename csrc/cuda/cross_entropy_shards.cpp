@@ -23,15 +23,14 @@ void join(const CrossEntropyArguments& arguments, const at::Tensor& partials,
   TorchCaller caller(partials);
   at::Tensor converted;
   const LogitRows rows = logit_rows(arguments, converted);
-  const bool with_metrics = outputs.lse.numel() > 0;
   const JoinPointers pointers = {
       .partials = static_cast<const math::ShardPartial*>(partials.const_data_ptr()),
       .shards = static_cast<int>(partials.size(0)),
       .all_classes = *arguments.all_classes,
       .loss = outputs.loss.mutable_data_ptr<double>(),
       .statistics = statistics_or_null(outputs.statistics),
-      .lse = with_metrics ? outputs.lse.mutable_data_ptr() : nullptr,
-      .entropy = with_metrics ? outputs.entropy.mutable_data_ptr() : nullptr,
+      .lse = data_or_null(outputs.lse),
+      .entropy = data_or_null(outputs.entropy),
       .argmax = data_or_null<int64_t>(outputs.argmax)};
   launch_cross_entropy_shards_join(caller, rows, pointers);
 }

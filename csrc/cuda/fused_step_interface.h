@@ -6,6 +6,7 @@
 #include "../math/fused_sgd.h"
 #include "../ops/step_tensor.h"
 #include "caller.h"
+#include "dtype_numbers.h"
 
 namespace ampfuse {
 

@@ -11,7 +11,10 @@ void check_classes(const char* op, const char* argument, int64_t classes);
 
 RowsAt rows_at(const at::Tensor& rows);
 
-/// Returns null for a tensor without elements.
+/// Returns null for a tensor without elements, which is an output that is not asked for.
+inline void* data_or_null(const at::Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : tensor.mutable_data_ptr();
+}
 template <typename T>
 T* data_or_null(const at::Tensor& tensor) {
   return tensor.numel() == 0 ? nullptr : tensor.mutable_data_ptr<T>();

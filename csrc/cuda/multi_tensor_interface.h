@@ -5,6 +5,7 @@
 #include "../math/multi_tensor_norm.h"
 #include "../tensors/tensor_run.h"
 #include "caller.h"
+#include "dtype_numbers.h"
 
 namespace ampfuse {
 

@@ -80,6 +80,11 @@ def driver_version() -> int:
     return version.value
 
 
+def name_of_cuda(driver: int) -> str:
+    """Return `13.0` for 13000."""
+    return f"{driver // 1000}.{driver % 1000 // 10}"
+
+
 def advise_on_driver(driver: int, kernels: str) -> str:
     """Return what to do if a driver is too old for kernels of a CUDA version; empty if it is not.
 
@@ -92,13 +97,15 @@ def advise_on_driver(driver: int, kernels: str) -> str:
     needed = "12.1 (530 or newer)" if major == 12 else f"{major}.0"
     older = "" if driver < FIRST_DRIVER else ", or compile ampfuse's kernels with CUDA 12"
     return (
-        f"update the NVIDIA driver, which supports CUDA {driver // 1000}.{driver % 1000 // 10}, to "
+        f"update the NVIDIA driver, which supports CUDA {name_of_cuda(driver)}, to "
         f"one for CUDA {needed}{older}: launches of kernels fail"
     )
 
 
 def warn_of_old_driver(kernels: str) -> None:
     """Warn of a driver with which kernels of a CUDA version fail at their first launch."""
+    if not torch.version.cuda:  # a CPU build of torch launches none
+        return
     advice = advise_on_driver(driver_version(), kernels)
-    if advice and torch.version.cuda:  # a CPU build of torch launches none
+    if advice:
         warn_caller(advice)

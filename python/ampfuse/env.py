@@ -53,7 +53,7 @@ def advice(
                 f"CUDA (https://pytorch.org){'' if kernels else ', and then ampfuse again'}"
             )
     elif not gpus:
-        supported = f"supports CUDA {driver // 1000}.{driver % 1000 // 10}"
+        supported = f"supports CUDA {_library.name_of_cuda(driver)}"
         yield (
             f"torch sees no GPU: the NVIDIA driver {supported if driver else 'was not found'}, "
             f"torch needs CUDA {torchs_cuda.partition('.')[0]}, and CUDA_VISIBLE_DEVICES is "

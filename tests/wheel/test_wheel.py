@@ -2,13 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import ampfuse
 import pytest
+from packaging_tools import dynamic_entries, run
 
 WHEEL = Path(os.environ["AMPFUSE_WHEEL"])
 ARCHIVE = zipfile.ZipFile(WHEEL)
@@ -30,9 +30,7 @@ def test_name_has_no_torch_and_the_tags_of_one_python_and_old_systems():
 
 
 def test_audit_finds_nothing_that_the_tag_does_not_allow():
-    shown = subprocess.run(
-        [os.environ["AUDITWHEEL"], "show", WHEEL], capture_output=True, text=True, check=True
-    ).stdout
+    shown = run(os.environ["AUDITWHEEL"], "show", WHEEL)
     tag = re.search(r"manylinux_\d+_\d+_x86_64", WHEEL.name)[0]
     assert f'"{tag}"' in shown
 
@@ -68,13 +66,7 @@ def test_libraries_find_torch_beside_the_package_and_name_no_path_of_the_builder
     paths = {}
     for name in NAMES:
         if ".so" in name:
-            section = subprocess.run(
-                ["readelf", "-dW", ARCHIVE.extract(name, tmp_path)],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout
-            found = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", section)
+            found = dynamic_entries(ARCHIVE.extract(name, tmp_path), "(?:RUNPATH|RPATH)")
             kind = re.search(r"(libampfuse_cuda|libampfuse|_C)\.", name)[1]
             paths.setdefault(kind, set()).update(found)
     has_kernels = ampfuse.has_cuda()
@@ -89,4 +81,4 @@ def test_size_is_that_of_a_short_download():
 
 
 def test_packages_of_the_environment_fit_together():
-    subprocess.run([sys.executable, "-m", "pip", "check"], check=True)
+    run(sys.executable, "-m", "pip", "check")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ampfuse
 import pytest
-from packaging_tools import KERNELS, LIBRARY, run
+from packaging_tools import KERNELS, LIBRARY, dynamic_entries, run
 
 MODULE = Path(ampfuse._C.__file__)
 OF_SYSTEM = r"lib(stdc\+\+|gcc_s|gomp|m|c)\.so\.\d|ld-linux-.*"
@@ -16,11 +16,6 @@ OF_AMPFUSE = r"libampfuse(_cuda)?\.so\.\d+\.\d+"
 LIBRARIES = [file for file in (LIBRARY, MODULE, KERNELS) if file is not None]
 
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="this build has no CUDA kernels")
-
-
-def dynamic(file, tag):
-    """Return the values of an entry of a library's dynamic section."""
-    return re.findall(rf"\({tag}\).*\[(.*)\]", run("readelf", "-dW", file))
 
 
 def symbols(file, *which):
@@ -33,7 +28,9 @@ def symbols(file, *which):
 def test_library_needs_no_cuda_library_and_exports_only_names_of_ours(file):
     """So it loads with CPU and CUDA builds of torch, and replaces no function of theirs."""
     allowed = f"{OF_SYSTEM}|{OF_AMPFUSE}" + (f"|{OF_TORCH}" if file != KERNELS else "")
-    assert [name for name in dynamic(file, "NEEDED") if not re.fullmatch(allowed, name)] == []
+    assert [
+        name for name in dynamic_entries(file, "NEEDED") if not re.fullmatch(allowed, name)
+    ] == []
     # The linker keeps one copy of a weak symbol, as of a template, in a process.
     strong = [name for kind, name in symbols(file, "--defined-only") if kind in "TDBR"]
     ours = r"(vtable for |typeinfo (name )?for )?ampfuse::|PyInit__C"
@@ -43,8 +40,10 @@ def test_library_needs_no_cuda_library_and_exports_only_names_of_ours(file):
 
 def test_libraries_have_a_soname_with_the_version():
     version = ".".join(ampfuse.__version__.split(".")[:2])
-    assert dynamic(LIBRARY, "SONAME") == [f"libampfuse.so.{version}"] == [LIBRARY.name]
-    assert KERNELS is None or dynamic(KERNELS, "SONAME") == [f"libampfuse_cuda.so.{version}"]
+    assert dynamic_entries(LIBRARY, "SONAME") == [f"libampfuse.so.{version}"] == [LIBRARY.name]
+    assert KERNELS is None or dynamic_entries(KERNELS, "SONAME") == [
+        f"libampfuse_cuda.so.{version}"
+    ]
 
 
 @needs_kernels

@@ -88,8 +88,8 @@ def with_included(files):
         file = files.pop()
         if file not in found:
             found.add(file)
-            files += [other for name in includes(file) if (other := file.parent / name).is_file()]
-            files = [other.resolve() for other in files]
+            paths = [(file.parent / name).resolve() for name in includes(file)]
+            files += [path for path in paths if path.is_file()]
     return found
 
 

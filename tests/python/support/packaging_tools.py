@@ -4,6 +4,7 @@ The second checkout stays in the build folder between runs, so only the first ru
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -50,6 +51,11 @@ def run(*command: str | Path, **options: object) -> str:
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def dynamic_entries(file: Path, tag: str) -> list[str]:
+    """Return the values of an entry of a library's dynamic section."""
+    return re.findall(rf"\({tag}\).*\[(.*)\]", run("readelf", "-dW", file))
 
 
 def run_python(*arguments: str | Path, cwd: Path, **variables: str) -> str:
